@@ -24,6 +24,10 @@ pub const REQUEST_MAGIC: u32 = 0x2560_9513;
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 /// Start of a structured reply chunk.
 pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
+/// Start of a request with an extended header.
+pub const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
+/// Start of a reply chunk with an extended header.
+pub const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 
 /// Longest string of the protocol (names, descriptions, messages), in bytes.
 pub const MAX_STRING_BYTES: usize = 4096;
@@ -76,6 +80,8 @@ bitflags! {
         const SEND_CACHE = 1 << 10;
         /// `CMD_FLAG_FAST_ZERO`.
         const SEND_FAST_ZERO = 1 << 11;
+        /// `CMD_FLAG_PAYLOAD_LEN` with `CMD_BLOCK_STATUS`.
+        const BLOCK_STATUS_PAYLOAD = 1 << 12;
     }
 
     /// Flags of a request.
@@ -91,6 +97,8 @@ bitflags! {
         const REQ_ONE = 1 << 3;
         /// Write zeroes: only if it is fast.
         const FAST_ZERO = 1 << 4;
+        /// With extended headers: the length is that of a payload, which follows.
+        const PAYLOAD_LEN = 1 << 5;
     }
 
     /// Flags of an extent in the context `base:allocation`.
@@ -130,6 +138,8 @@ pub mod option {
     pub const LIST_META_CONTEXT: u32 = 9;
     /// Select metadata contexts.
     pub const SET_META_CONTEXT: u32 = 10;
+    /// Ask for extended headers.
+    pub const EXTENDED_HEADERS: u32 = 11;
 }
 
 /// Types of option replies.
@@ -158,6 +168,8 @@ pub mod reply {
     pub const ERR_BLOCK_SIZE_REQD: u32 = (1 << 31) + 8;
     /// The option's data is too long.
     pub const ERR_TOO_BIG: u32 = (1 << 31) + 9;
+    /// Extended headers were agreed on, or have to be.
+    pub const ERR_EXT_HEADER_REQD: u32 = (1 << 31) + 10;
 }
 
 /// Types of facts about an export.
@@ -176,7 +188,7 @@ pub mod info {
 pub mod command {
     /// Read.
     pub const READ: u16 = 0;
-    /// Write; the only command with a payload.
+    /// Write; with compact headers the only command with a payload.
     pub const WRITE: u16 = 1;
     /// Disconnect.
     pub const DISC: u16 = 2;
@@ -202,6 +214,8 @@ pub mod chunk {
     pub const OFFSET_HOLE: u16 = 2;
     /// Extents.
     pub const BLOCK_STATUS: u16 = 5;
+    /// Extents, with extended headers.
+    pub const BLOCK_STATUS_EXT: u16 = 6;
     /// Set in each kind that says that the request failed.
     pub const ERRORS: u16 = 1 << 15;
     /// The request failed.
@@ -324,6 +338,24 @@ pub struct RequestHeader {
     pub len: U32,
 }
 
+/// A request with an extended header, before its payload.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct ExtendedRequest {
+    /// [`EXTENDED_REQUEST_MAGIC`].
+    pub magic: U32,
+    /// [`CommandFlags`].
+    pub flags: U16,
+    /// One of [`command`].
+    pub command: U16,
+    /// Chosen by the client, handed back in the reply.
+    pub cookie: U64,
+    /// First byte, handed back in the reply.
+    pub offset: U64,
+    /// Length in bytes: of the payload, with [`CommandFlags::PAYLOAD_LEN`], else of the range.
+    pub len: U64,
+}
+
 /// A simple reply, before its data.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
@@ -352,6 +384,24 @@ pub struct Chunk {
     pub len: U32,
 }
 
+/// A reply chunk with an extended header, before its payload.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct ExtendedChunk {
+    /// [`EXTENDED_REPLY_MAGIC`].
+    pub magic: U32,
+    /// [`chunk::FLAG_DONE`] or 0.
+    pub flags: U16,
+    /// One of [`chunk`].
+    pub kind: U16,
+    /// The request's cookie.
+    pub cookie: U64,
+    /// The request's offset.
+    pub offset: U64,
+    /// Length of the payload in bytes.
+    pub len: U64,
+}
+
 /// A data chunk, before its data.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
@@ -362,26 +412,35 @@ pub struct DataChunk {
     pub offset: U64,
 }
 
-/// An error chunk, before its message.
+/// A data chunk with an extended header, before its data.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-pub struct ErrorChunk {
-    /// With the length of the message + 6.
-    pub chunk: Chunk,
+pub struct ExtendedDataChunk {
+    /// With the length of the data + 8.
+    pub chunk: ExtendedChunk,
+    /// First byte of the data on the export.
+    pub offset: U64,
+}
+
+/// Payload of an error chunk, before its message.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct ErrorPayload {
     /// One of [`errno`].
     pub error: U32,
     /// Length of the message in bytes.
     pub message_len: U16,
 }
 
-/// A block status chunk, before its descriptors.
+/// Payload of a block status chunk with an extended header, before its descriptors. (With a compact
+/// header it is the context alone.)
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-pub struct StatusChunk {
-    /// With 8 bytes for each descriptor + 4.
-    pub chunk: Chunk,
+pub struct ExtendedStatus {
     /// [`BASE_ALLOCATION_ID`] or [`FREESTONE_CHANGED_ID`].
     pub context: U32,
+    /// Descriptors.
+    pub count: U32,
 }
 
 /// A descriptor of a block status chunk.
@@ -392,6 +451,16 @@ pub struct Descriptor {
     pub len: U32,
     /// [`StateFlags`] or [`ChangedFlags`].
     pub flags: U32,
+}
+
+/// A descriptor of a block status chunk with an extended header.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct ExtendedDescriptor {
+    /// Length of the extent in bytes.
+    pub len: U64,
+    /// [`StateFlags`] or [`ChangedFlags`].
+    pub flags: U64,
 }
 
 const _: () = {
@@ -405,9 +474,13 @@ const _: () = {
     assert!(size_of::<SimpleReply>() == 16);
     assert!(size_of::<Chunk>() == 20);
     assert!(size_of::<DataChunk>() == 28);
-    assert!(size_of::<ErrorChunk>() == 26);
-    assert!(size_of::<StatusChunk>() == 24);
+    assert!(size_of::<ErrorPayload>() == 6);
     assert!(size_of::<Descriptor>() == 8);
+    assert!(size_of::<ExtendedRequest>() == 32);
+    assert!(size_of::<ExtendedChunk>() == 32);
+    assert!(size_of::<ExtendedDataChunk>() == 40);
+    assert!(size_of::<ExtendedStatus>() == 8);
+    assert!(size_of::<ExtendedDescriptor>() == 16);
 };
 
 impl Chunk {
@@ -419,6 +492,21 @@ impl Chunk {
             kind: kind.into(),
             cookie: cookie.into(),
             len: len.into(),
+        }
+    }
+}
+
+impl ExtendedChunk {
+    /// The header of a chunk of `kind` with `len` bytes of payload, in reply to the request with this
+    /// cookie and offset.
+    pub fn new(cookie: u64, offset: u64, kind: u16, done: bool, len: u32) -> Self {
+        Self {
+            magic: EXTENDED_REPLY_MAGIC.into(),
+            flags: if done { chunk::FLAG_DONE } else { 0 }.into(),
+            kind: kind.into(),
+            cookie: cookie.into(),
+            offset: offset.into(),
+            len: u64::from(len).into(),
         }
     }
 }

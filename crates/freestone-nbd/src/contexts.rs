@@ -37,6 +37,19 @@ impl Contexts {
         ALL.iter().filter(|(_, name, _)| hit(name)).map(|(context, ..)| *context).collect()
     }
 
+    /// The contexts of the set with these identifiers. `None`: one is not in the set, or there twice.
+    pub fn chosen(self, ids: impl Iterator<Item = u32>) -> Option<Self> {
+        let mut chosen = Self::empty();
+        for wanted in ids {
+            let (context, ..) = ALL.iter().find(|(.., id)| *id == wanted)?;
+            if !self.contains(*context) || chosen.contains(*context) {
+                return None;
+            }
+            chosen |= *context;
+        }
+        Some(chosen)
+    }
+
     /// Name and identifier of each context of the set.
     pub fn named(self) -> impl Iterator<Item = (&'static str, u32)> {
         ALL.iter().filter(move |(context, ..)| self.contains(*context)).map(|(_, name, id)| (*name, *id))
@@ -46,6 +59,17 @@ impl Contexts {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn identifiers() {
+        let both = Contexts::all();
+        assert_eq!(both.chosen([2, 1].into_iter()), Some(both));
+        assert_eq!(both.chosen([2].into_iter()), Some(Contexts::CHANGED));
+        assert_eq!(Contexts::ALLOCATION.chosen([2].into_iter()), None);
+        for wrong in [[1, 1], [0, 1], [3, 1]] {
+            assert_eq!(both.chosen(wrong.into_iter()), None, "{wrong:?}");
+        }
+    }
 
     #[test]
     fn queries() {

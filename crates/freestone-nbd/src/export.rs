@@ -113,8 +113,9 @@ impl Export {
         }
     }
 
-    /// What clients are told that they may do with a device of this geometry.
-    pub fn flags(&self, geometry: &Geometry, structured: bool) -> TransmissionFlags {
+    /// What clients are told that they may do with a device of this geometry, where replies have
+    /// `chunks` or not.
+    pub fn flags(&self, geometry: &Geometry, chunks: bool) -> TransmissionFlags {
         let mut flags =
             TransmissionFlags::HAS_FLAGS | TransmissionFlags::SEND_FLUSH | TransmissionFlags::SEND_CACHE;
         // Every connection goes straight to the one device, whose flush covers all that was
@@ -128,7 +129,7 @@ impl Export {
         }
         flags.set(TransmissionFlags::SEND_FUA, !self.without_fua);
         flags.set(TransmissionFlags::ROTATIONAL, geometry.rotational);
-        flags.set(TransmissionFlags::SEND_DF, structured);
+        flags.set(TransmissionFlags::SEND_DF, chunks);
         flags
     }
 }

@@ -3,6 +3,7 @@
 use freestone_core::device::{IoBuf, Request, Result};
 
 use crate::errno::{Action, Failure};
+use crate::headers::Tag;
 
 /// Parts of requests of one connection that a device may hold at once. At this bound the connection
 /// reads no more.
@@ -31,8 +32,8 @@ pub struct Finished {
 /// A request that was not answered at once.
 #[derive(Debug)]
 pub struct Operation {
-    /// The request's cookie.
-    pub cookie: u64,
+    /// What its reply repeats of the request.
+    pub tag: Tag,
     /// How its errors are mapped.
     pub action: Action,
     /// Whether its reply carries data.
@@ -60,9 +61,9 @@ pub struct Operations {
 
 impl Operations {
     /// Starts an operation.
-    pub fn open(&mut self, cookie: u64, action: Action, is_read: bool) -> usize {
+    pub fn open(&mut self, tag: Tag, action: Action, is_read: bool) -> usize {
         let operation =
-            Operation { cookie, action, is_read, parts: 0, open: true, window: false, failure: None };
+            Operation { tag, action, is_read, parts: 0, open: true, window: false, failure: None };
         if let Some(slot) = self.free.pop() {
             self.slots[slot] = Some(operation);
             slot
@@ -92,16 +93,17 @@ mod tests {
     #[test]
     fn slots_are_used_again_when_the_last_part_is_back() {
         let mut operations = Operations::default();
-        let first = operations.open(1, Action::Plain, true);
-        let second = operations.open(2, Action::Store, false);
+        let tag = |cookie| Tag { cookie, offset: 0 };
+        let first = operations.open(tag(1), Action::Plain, true);
+        let second = operations.open(tag(2), Action::Store, false);
         operations.get(first).parts = 1;
         assert!(operations.take_ended(first).is_none());
         operations.get(first).open = false;
         assert!(operations.take_ended(first).is_none());
         operations.get(first).parts = 0;
-        assert_eq!(operations.take_ended(first).unwrap().cookie, 1);
+        assert_eq!(operations.take_ended(first).unwrap().tag.cookie, 1);
         assert!(operations.take_ended(first).is_none());
-        assert_eq!(operations.open(3, Action::Plain, true), first);
-        assert_eq!(operations.get(second).cookie, 2);
+        assert_eq!(operations.open(tag(3), Action::Plain, true), first);
+        assert_eq!(operations.get(second).tag.cookie, 2);
     }
 }

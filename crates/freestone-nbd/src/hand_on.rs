@@ -8,8 +8,8 @@ use freestone_core::workers::Began;
 use zerocopy::FromBytes;
 
 use crate::errno::Action;
-use crate::proto::{RequestHeader, command};
-use crate::request::HEADER_BYTES;
+use crate::headers::{Headers, Tag};
+use crate::proto::{ExtendedRequest, RequestHeader, command};
 use crate::session::{Lost, Session, Step};
 
 /// A large request that the connection's thread does itself.
@@ -44,11 +44,14 @@ impl Session<'_> {
 
     /// Requests behind the read whose header is the first of the input, if reads follow.
     fn reads_behind(&self) -> u64 {
-        let behind = self.input.data().get(HEADER_BYTES..).unwrap_or_default();
-        match RequestHeader::ref_from_prefix(behind) {
-            Ok((next, _)) if next.command.get() == command::READ => (behind.len() / HEADER_BYTES) as u64,
-            _ => 0,
-        }
+        let header = self.headers.request_bytes();
+        let behind = self.input.data().get(header..).unwrap_or_default();
+        let next = if self.headers == Headers::Extended {
+            ExtendedRequest::ref_from_prefix(behind).ok().map(|(next, _)| next.command.get())
+        } else {
+            RequestHeader::ref_from_prefix(behind).ok().map(|(next, _)| next.command.get())
+        };
+        if next == Some(command::READ) { (behind.len() / header) as u64 } else { 0 }
     }
 
     /// A read, or a part of one, that is large enough to be measured. Apart, as small ones are to be
@@ -56,15 +59,15 @@ impl Session<'_> {
     #[inline(never)]
     pub(crate) fn read_large_piece(
         &mut self,
-        cookie: u64,
+        tag: Tag,
         request: Request,
         part: Option<(usize, bool)>,
     ) -> Result<Step, Lost> {
         if self.hands_on(&request, part.is_some()) {
-            return self.hand_on_read(cookie, request, part);
+            return self.hand_on_read(tag, request, part);
         }
         let large = self.begin_large();
-        let step = self.read_piece(cookie, request, part)?;
+        let step = self.read_piece(tag, request, part)?;
         self.end_large(&request, large, step);
         Ok(step)
     }
@@ -72,13 +75,13 @@ impl Session<'_> {
     /// A read, or a part of one, is a worker's.
     fn hand_on_read(
         &mut self,
-        cookie: u64,
+        tag: Tag,
         request: Request,
         part: Option<(usize, bool)>,
     ) -> Result<Step, Lost> {
         let slot = match part {
             Some((slot, _)) => slot,
-            None => self.operations.open(cookie, Action::Plain, true),
+            None => self.operations.open(tag, Action::Plain, true),
         };
         self.operations.get(slot).open = part.is_some_and(|(_, last)| !last);
         match self.replies.buffers.take(request.len as usize) {

@@ -15,12 +15,13 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 use crate::contexts::Contexts;
 use crate::export::Export;
 use crate::flight::MAX_IN_FLIGHT_BYTES;
+use crate::headers::Headers;
 use crate::input::{Input, RECEIVE_BUFFER_BYTES, Received};
 use crate::link::Link;
 use crate::proto::{
     EXPORT_NAME_PADDING_BYTES, ExportNameReply, Greeting, HandshakeFlags, INIT_MAGIC, InfoBlockSize,
     InfoExport, MAX_PAYLOAD_BYTES, MAX_STRING_BYTES, OPTION_MAGIC, OPTION_REPLY_MAGIC, OptionHeader,
-    OptionReply, info, option, reply,
+    OptionReply, TransmissionFlags, info, option, reply,
 };
 use crate::replies::Replies;
 use crate::session::Negotiated;
@@ -89,7 +90,7 @@ pub struct Handshake<'a> {
     silence: Duration,
     deadline: Instant,
     no_zeroes: bool,
-    structured: bool,
+    headers: Headers,
     /// The export name for which contexts were selected, and these.
     selected: Option<(String, Contexts)>,
 }
@@ -113,7 +114,7 @@ impl<'a> Handshake<'a> {
             silence: limits.handshake_silence,
             deadline: Instant::now() + limits.handshake_total.min(HANDSHAKE_MAX),
             no_zeroes: false,
-            structured: false,
+            headers: Headers::Simple,
             selected: None,
         })
     }
@@ -135,8 +136,9 @@ impl<'a> Handshake<'a> {
         set_socket_timeout(socket, Timeout::Send, None).map_err(|_| End::Left)?;
         // Contexts count only for the export for which they were selected, by whatever of its
         // names.
-        let contexts = self.selected.filter(|_| self.structured).map_or(Contexts::empty(), |(_, set)| set);
-        let negotiated = Negotiated { export, device, structured: self.structured, contexts };
+        let contexts =
+            self.selected.filter(|_| self.headers.have_chunks()).map_or(Contexts::empty(), |(_, set)| set);
+        let negotiated = Negotiated { export, device, headers: self.headers, contexts };
         Ok((negotiated, self.input, self.replies))
     }
 
@@ -202,11 +204,20 @@ impl<'a> Handshake<'a> {
                 Ok(None) => Ok(()),
                 Err(refusal) => Err(refusal),
             },
-            option::STRUCTURED_REPLY if data.is_empty() => {
-                self.structured = true;
+            option::STRUCTURED_REPLY | option::EXTENDED_HEADERS if !data.is_empty() => {
+                Err((reply::ERR_INVALID, "this option has no data".into()))
+            }
+            option::STRUCTURED_REPLY if self.headers == Headers::Extended => {
+                Err((reply::ERR_EXT_HEADER_REQD, "extended headers were agreed on".into()))
+            }
+            option::STRUCTURED_REPLY => {
+                self.headers = Headers::Structured;
                 Ok(())
             }
-            option::STRUCTURED_REPLY => Err((reply::ERR_INVALID, "this option has no data".into())),
+            option::EXTENDED_HEADERS => {
+                self.headers = Headers::Extended;
+                Ok(())
+            }
             option::LIST_META_CONTEXT | option::SET_META_CONTEXT => self.meta_context(kind, &data)?,
             _ => Err((reply::ERR_UNSUP, "the option is not supported".into())),
         };
@@ -239,6 +250,9 @@ impl<'a> Handshake<'a> {
     }
 
     fn export_name(&mut self, len: usize) -> Result<Chosen, End> {
+        if self.headers == Headers::Extended {
+            return Err(End::Violation("the export without GO, after extended headers were agreed on"));
+        }
         if len > MAX_STRING_BYTES {
             return Err(End::Violation("an export name of more than 4096 bytes"));
         }
@@ -252,7 +266,7 @@ impl<'a> Handshake<'a> {
             EnterError::Unknown | EnterError::ShuttingDown => End::Violation("an unknown export name"),
         })?;
         let geometry = Bytes::told(device.geometry());
-        let flags = export.flags(&geometry, self.structured).bits();
+        let flags = export.flags(&geometry, self.headers.have_chunks()).bits();
         let room = size_of::<ExportNameReply>() + EXPORT_NAME_PADDING_BYTES;
         self.replies.reserve(self.link.socket(), room)?;
         self.replies.put(&ExportNameReply { size: geometry.size.into(), flags: flags.into() });
@@ -295,7 +309,10 @@ impl<'a> Handshake<'a> {
             Ok((export, geometry, chosen)) => (export, Bytes::told(geometry), chosen),
             Err(error) => return Ok(Err(error.into())),
         };
-        let flags = export.flags(&geometry, self.structured).bits();
+        let mut flags = export.flags(&geometry, self.headers.have_chunks());
+        let has_contexts = self.selected.as_ref().is_some_and(|(of, set)| of == name && !set.is_empty());
+        flags.set(TransmissionFlags::BLOCK_STATUS_PAYLOAD, self.headers == Headers::Extended && has_contexts);
+        let flags = flags.bits();
         let fact = InfoExport { kind: info::EXPORT.into(), size: geometry.size.into(), flags: flags.into() };
         self.answer(kind, reply::INFO, &[fact.as_bytes()])?;
         let (preferred, maximum) = block_sizes(&geometry);
@@ -331,8 +348,9 @@ impl<'a> Handshake<'a> {
             // Each SET_META_CONTEXT replaces the selection, also one that fails.
             self.selected = None;
         }
-        if !self.structured {
-            return Ok(Err((reply::ERR_INVALID, "structured replies must be negotiated first".into())));
+        if !self.headers.have_chunks() {
+            let text = "structured replies or extended headers must be negotiated first";
+            return Ok(Err((reply::ERR_INVALID, text.into())));
         }
         let mut fields = Fields(data);
         let parsed = (|| {

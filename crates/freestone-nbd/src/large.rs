@@ -8,9 +8,11 @@ use freestone_core::device::{Buffer, Flags, IoBuf, Request, Tried};
 
 use crate::errno::{Action, Failure};
 use crate::flight::MAX_IN_FLIGHT_BYTES;
+use crate::headers::Tag;
 use crate::replies::MAX_INLINE_BYTES;
 use crate::session::{Lost, Session, Step, no_memory};
 use crate::stream::{Gather, Skip, Stream, Whole, Windows, Write, advance};
+use crate::sweep::is_sweep;
 
 /// Pieces of a large request end at multiples of this many bytes: no block of a device is larger.
 const PIECE_ALIGN_BYTES: u64 = 4096;
@@ -25,7 +27,7 @@ impl Session<'_> {
             Stream::Write(write) => self.go_on_writing(write),
             Stream::Gather(gather) => self.go_on_gathering(gather),
             Stream::Skip(skip) => self.go_on_skipping(skip),
-            Stream::Plain { cookie, request, action } => self.go_on_plain(cookie, request, action),
+            Stream::Plain { tag, request, action } => self.go_on_plain(tag, request, action),
         }
     }
 
@@ -42,10 +44,10 @@ impl Session<'_> {
             self.finish(slot)?;
             return Ok(Step::Done);
         }
-        let cookie = operation.cookie;
+        let tag = operation.tag;
         let len = piece(&request);
         let last = len == request.len;
-        let step = self.read_large_piece(cookie, Request::read(request.offset, len), Some((slot, last)))?;
+        let step = self.read_large_piece(tag, Request::read(request.offset, len), Some((slot, last)))?;
         match step {
             Step::Done if last => Ok(Step::Done),
             Step::Done => Ok(self.keep(Stream::Read { slot, request: request.rest(len) }, Step::Turn)),
@@ -58,7 +60,7 @@ impl Session<'_> {
         match self.device.try_io(&rest, Buffer::Read(&mut whole.buffer[whole.filled..])) {
             Ok(Tried::Done) => {
                 self.operations.charged -= whole.buffer.len();
-                self.reply_data(whole.cookie, whole.request.offset, whole.buffer, true)?;
+                self.reply_data(whole.tag, whole.request.offset, whole.buffer, true)?;
                 Ok(Step::Done)
             }
             Ok(Tried::Partly(n)) => {
@@ -66,7 +68,7 @@ impl Session<'_> {
                 Ok(self.keep(Stream::Whole(whole), Step::Turn))
             }
             Ok(Tried::WouldBlock) => {
-                let slot = self.operations.open(whole.cookie, Action::Plain, true);
+                let slot = self.operations.open(whole.tag, Action::Plain, true);
                 self.operations.get(slot).open = false;
                 // The whole range is read again, as the data must lie in one buffer. The buffer was
                 // admitted when it was charged; the number of parts in flight may exceed
@@ -76,7 +78,7 @@ impl Session<'_> {
             }
             Err(error) => {
                 self.operations.charged -= whole.buffer.len();
-                self.reply_failure(whole.cookie, &Failure::of(error, Action::Plain, &whole.request))?;
+                self.reply_failure(whole.tag, &Failure::of(error, Action::Plain, &whole.request))?;
                 Ok(Step::Done)
             }
         }
@@ -111,7 +113,7 @@ impl Session<'_> {
                 Ok(self.keep(Stream::Windows(windows), Step::Turn))
             }
             Ok(Tried::WouldBlock) => {
-                let slot = self.operations.open(windows.cookie, Action::Plain, true);
+                let slot = self.operations.open(windows.tag, Action::Plain, true);
                 let operation = self.operations.get(slot);
                 (operation.open, operation.window) = (false, true);
                 self.submit(slot, request, buffer, true);
@@ -131,7 +133,7 @@ impl Session<'_> {
     fn reply_window(&mut self, mut windows: Windows, window: Result<IoBuf, Failure>) -> Result<Step, Lost> {
         match window {
             Ok(data) => {
-                self.reply_simple_data((!windows.begun).then_some(windows.cookie), data)?;
+                self.reply_simple_data((!windows.begun).then_some(windows.tag), data)?;
                 windows.begun = true;
             }
             Err(failure) if windows.begun => {
@@ -146,7 +148,7 @@ impl Session<'_> {
                 return Err(Lost);
             }
             Err(failure) => {
-                self.reply_failure(windows.cookie, &failure)?;
+                self.reply_failure(windows.tag, &failure)?;
                 return Ok(Step::Done);
             }
         }
@@ -237,7 +239,7 @@ impl Session<'_> {
         }
         self.followed = !self.input.data().is_empty();
         if gather.hand_on {
-            let slot = self.operations.open(gather.cookie, Action::Store, false);
+            let slot = self.operations.open(gather.tag, Action::Store, false);
             self.operations.get(slot).open = false;
             self.hand_on(slot, gather.rest, gather.buffer, true);
             return Ok(Step::Done);
@@ -259,7 +261,7 @@ impl Session<'_> {
                 };
                 match buffer {
                     Ok(buffer) => {
-                        let slot = self.operations.open(gather.cookie, Action::Store, false);
+                        let slot = self.operations.open(gather.tag, Action::Store, false);
                         self.operations.get(slot).open = false;
                         self.submit(slot, gather.rest, buffer, true);
                         return Ok(Step::Done);
@@ -274,41 +276,49 @@ impl Session<'_> {
         };
         self.operations.charged -= len;
         match result {
-            Ok(()) => self.reply_done(gather.cookie)?,
+            Ok(()) => self.reply_done(gather.tag)?,
             Err(error) => {
-                self.reply_failure(gather.cookie, &Failure::of(error, Action::Store, &gather.rest))?;
+                self.reply_failure(gather.tag, &Failure::of(error, Action::Store, &gather.rest))?;
             }
         }
         Ok(Step::Done)
     }
 
     fn go_on_skipping(&mut self, mut skip: Skip) -> Result<Step, Lost> {
-        let n = self.input.data().len().min(skip.left as usize);
+        let n = self.input.data().len().min(usize::try_from(skip.left).unwrap_or(usize::MAX));
         self.input.consume(n);
-        skip.left -= n as u32;
+        skip.left -= n as u64;
         if skip.left > 0 {
             return Ok(self.keep(Stream::Skip(skip), Step::Input(1)));
         }
-        self.reply_failure(skip.cookie, &skip.failure)?;
+        self.reply_failure(skip.tag, &skip.failure)?;
         Ok(Step::Done)
     }
 
-    fn go_on_plain(&mut self, cookie: u64, request: Request, action: Action) -> Result<Step, Lost> {
+    fn go_on_plain(&mut self, tag: Tag, request: Request, action: Action) -> Result<Step, Lost> {
+        if is_sweep(&request, self.geometry.zones.is_some()) {
+            if !self.sweeps.are_many() {
+                self.begin_sweep(tag, request, action);
+                return Ok(Step::Done);
+            }
+            let step = if self.sweeps.are_ready() { Step::Turn } else { Step::Stalled };
+            return Ok(self.keep(Stream::Plain { tag, request, action }, step));
+        }
         match self.device.try_io(&request, Buffer::None) {
-            Ok(Tried::Done) => self.reply_done(cookie)?,
+            Ok(Tried::Done) => self.reply_done(tag)?,
             Ok(Tried::Partly(n)) => {
                 let request = advance(request, n);
-                return Ok(self.keep(Stream::Plain { cookie, request, action }, Step::Turn));
+                return Ok(self.keep(Stream::Plain { tag, request, action }, Step::Turn));
             }
             Ok(Tried::WouldBlock) => {
                 if !self.admits(0) {
-                    return Ok(self.keep(Stream::Plain { cookie, request, action }, Step::Stalled));
+                    return Ok(self.keep(Stream::Plain { tag, request, action }, Step::Stalled));
                 }
-                let slot = self.operations.open(cookie, action, false);
+                let slot = self.operations.open(tag, action, false);
                 self.operations.get(slot).open = false;
                 self.submit(slot, request, IoBuf::empty(), false);
             }
-            Err(error) => self.reply_failure(cookie, &Failure::of(error, action, &request))?,
+            Err(error) => self.reply_failure(tag, &Failure::of(error, action, &request))?,
         }
         Ok(Step::Done)
     }

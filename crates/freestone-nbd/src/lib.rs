@@ -1,6 +1,6 @@
 //! An NBD server for Freestone's devices, after the protocol's specification (`doc/proto.md` of the
-//! `NetworkBlockDevice` project): fixed newstyle handshake, structured replies, `base:allocation`
-//! and a context of what a fork or snapshot holds itself, many exports, exports that make a device
+//! `NetworkBlockDevice` project): fixed newstyle handshake, structured replies, extended headers,
+//! `base:allocation` and a context of what a fork or snapshot holds itself, many exports, exports that make a device
 //! for each connection.
 //!
 //! A [`Server`] listens at any number of [`Address`]es, and a client sees what was published at the
@@ -9,7 +9,7 @@
 //! it; replies that are ready together leave in one system call. What clients can make the server
 //! hold is bounded: [`Limits`], [`CONNECTION_MEMORY_BYTES`].
 //!
-//! Not offered: TLS, extended headers, resizing, oldstyle.
+//! Not offered: TLS, resizing, oldstyle.
 
 mod acceptor;
 mod address;
@@ -22,6 +22,7 @@ mod export;
 mod flight;
 mod hand_on;
 mod handshake;
+mod headers;
 mod input;
 mod large;
 mod limits;
@@ -35,6 +36,7 @@ mod shared;
 mod stats;
 mod status;
 mod stream;
+mod sweep;
 mod tables;
 mod template;
 
@@ -55,5 +57,6 @@ pub use server::Server;
 pub use session::CONNECTION_MEMORY_BYTES;
 pub use stats::Stats;
 pub use status::MAX_DESCRIPTORS;
+pub use sweep::{MAX_SWEEPS, STEP_BYTES};
 pub use tables::PublishError;
 pub use template::{Fresh, Make};

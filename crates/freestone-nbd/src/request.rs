@@ -8,39 +8,35 @@ use zerocopy::FromBytes;
 use crate::errno::{Action, Errno, Failure};
 use crate::flight::MAX_IN_FLIGHT_BYTES;
 use crate::handshake::max_payload;
+use crate::headers::{Headers, Tag};
 use crate::input::RECEIVE_BUFFER_BYTES;
 use crate::proto::{
-    CommandFlags, DataChunk, MAX_PAYLOAD_BYTES, REQUEST_MAGIC, RequestHeader, SimpleReply, command,
+    CommandFlags, EXTENDED_REQUEST_MAGIC, ExtendedRequest, MAX_PAYLOAD_BYTES, REQUEST_MAGIC, RequestHeader,
+    command,
 };
 use crate::replies::MAX_INLINE_BYTES;
-use crate::session::{Lost, Session, Step, data_chunk, no_memory, simple};
+use crate::session::{Lost, Session, Step, no_memory};
 use crate::stream::{Gather, Incoming, Skip, Stream, Whole, Windows, Write, advance};
-
-/// Length of a request's header in bytes.
-pub const HEADER_BYTES: usize = size_of::<RequestHeader>();
 
 impl Session<'_> {
     /// Takes the next request from the input.
     pub(crate) fn next_request(&mut self) -> Result<Step, Lost> {
-        let Ok((header, _)) = RequestHeader::ref_from_prefix(self.input.data()) else {
-            return Ok(Step::Input(HEADER_BYTES));
+        let (command, incoming) = if self.headers == Headers::Extended {
+            match self.next_extended()? {
+                Ok(request) => request,
+                Err(step) => return Ok(step),
+            }
+        } else {
+            let Ok((header, _)) = RequestHeader::ref_from_prefix(self.input.data()) else {
+                return Ok(Step::Input(size_of::<RequestHeader>()));
+            };
+            if header.magic.get() != REQUEST_MAGIC {
+                return Ok(self.no_request(header.magic.get()));
+            }
+            let tag = Tag { cookie: header.cookie.get(), offset: header.offset.get() };
+            (header.command.get(), Incoming { flags: header.flags.get(), tag, len: header.len.get().into() })
         };
-        if header.magic.get() != REQUEST_MAGIC {
-            tracing::warn!(
-                peer = %self.link.peer(),
-                export = %self.export.name,
-                magic = format_args!("{:#010x}", header.magic.get()),
-                "the client sent something that is no request"
-            );
-            return Ok(Step::End);
-        }
-        let incoming = Incoming {
-            flags: header.flags.get(),
-            cookie: header.cookie.get(),
-            offset: header.offset.get(),
-            len: header.len.get(),
-        };
-        match header.command.get() {
+        match command {
             command::READ => self.read(incoming),
             command::WRITE => self.write(incoming),
             command::DISC => Ok(Step::End),
@@ -59,10 +55,72 @@ impl Session<'_> {
         }
     }
 
+    /// As [`next_request`](Self::next_request), with extended headers: the command and the rest of it,
+    /// or how far it came where it has begun already, or has not come.
+    #[inline(never)]
+    fn next_extended(&mut self) -> Result<Result<(u16, Incoming), Step>, Lost> {
+        let Ok((header, _)) = ExtendedRequest::ref_from_prefix(self.input.data()) else {
+            return Ok(Err(Step::Input(size_of::<ExtendedRequest>())));
+        };
+        if header.magic.get() != EXTENDED_REQUEST_MAGIC {
+            return Ok(Err(self.no_request(header.magic.get())));
+        }
+        let command = header.command.get();
+        let mut incoming = Incoming {
+            flags: header.flags.get(),
+            tag: Tag { cookie: header.cookie.get(), offset: header.offset.get() },
+            len: header.len.get(),
+        };
+        let payload = CommandFlags::PAYLOAD_LEN.bits();
+        // The data of a write is there also without the flag: QEMU, up to 10 at least, does not set
+        // it, and its own server takes that.
+        if incoming.flags & payload == 0 && command != command::WRITE {
+            return Ok(Ok((command, incoming)));
+        }
+        if incoming.len > MAX_PAYLOAD_BYTES.into() {
+            tracing::warn!(
+                peer = %self.link.peer(),
+                export = %self.export.name,
+                len = incoming.len,
+                "the client announced more than 64 MiB of payload"
+            );
+            return Ok(Err(Step::End));
+        }
+        match command {
+            command::WRITE => {
+                incoming.flags &= !payload;
+                Ok(Ok((command, incoming)))
+            }
+            command::BLOCK_STATUS => self.block_status_of(incoming).map(Err),
+            command::DISC => Ok(Err(Step::End)),
+            _ => Ok(Err(self.skip(incoming, Failure::new(Errno::Inval, "this command has no payload")))),
+        }
+    }
+
+    /// What stands where a request should: the connection ends.
+    #[cold]
+    fn no_request(&self, magic: u32) -> Step {
+        tracing::warn!(
+            peer = %self.link.peer(),
+            export = %self.export.name,
+            magic = format_args!("{magic:#010x}"),
+            "the client sent something that is no request"
+        );
+        Step::End
+    }
+
     /// Consumes the header and counts the request, which is answered from here on.
     pub(crate) fn accept(&mut self) {
-        self.input.consume(HEADER_BYTES);
+        self.input.consume(self.headers.request_bytes());
         self.tally.requests += 1;
+    }
+
+    /// Refuses a request behind whose header a payload comes.
+    #[cold]
+    pub(crate) fn skip(&mut self, incoming: Incoming, failure: Failure) -> Step {
+        self.accept();
+        self.stream = Some(Stream::Skip(Skip { tag: incoming.tag, left: incoming.len, failure }));
+        Step::Done
     }
 
     pub(crate) fn refuse(
@@ -71,7 +129,7 @@ impl Session<'_> {
         errno: Errno,
         text: &'static str,
     ) -> Result<Step, Lost> {
-        self.reply_failure(incoming.cookie, &Failure::new(errno, text))?;
+        self.reply_failure(incoming.tag, &Failure::new(errno, text))?;
         Ok(Step::Done)
     }
 
@@ -90,7 +148,7 @@ impl Session<'_> {
             .filter(|flags| (allowed | fua).contains(*flags))
             .ok_or(Failure::new(Errno::Inval, "a flag that this command does not have"))?;
         let writes = matches!(op, Op::Write | Op::Discard | Op::WriteZeroes);
-        let mut request = Request::new(op, incoming.offset, u64::from(incoming.len));
+        let mut request = Request::new(op, incoming.tag.offset, incoming.len);
         if writes && self.read_only {
             return Err(Failure::of(Error::ReadOnly, action, &request));
         }
@@ -108,11 +166,11 @@ impl Session<'_> {
     }
 
     fn read(&mut self, incoming: Incoming) -> Result<Step, Lost> {
-        let allowed = if self.structured { CommandFlags::DF } else { CommandFlags::empty() };
+        let allowed = if self.headers.have_chunks() { CommandFlags::DF } else { CommandFlags::empty() };
         let vetted = self.vet(incoming, Op::Read, allowed, Action::Plain);
         let len = incoming.len as usize;
         let (request, flags) = match vetted {
-            Ok((_, _)) if incoming.len > MAX_PAYLOAD_BYTES => {
+            Ok((_, _)) if incoming.len > MAX_PAYLOAD_BYTES.into() => {
                 self.accept();
                 return self.refuse(incoming, Errno::Overflow, "more than 64 MiB in one read");
             }
@@ -123,30 +181,30 @@ impl Session<'_> {
             Ok(vetted) => vetted,
             Err(failure) => {
                 self.accept();
-                self.reply_failure(incoming.cookie, &failure)?;
+                self.reply_failure(incoming.tag, &failure)?;
                 return Ok(Step::Done);
             }
         };
         if len <= MAX_INLINE_BYTES {
             let step = if request.len >= MIN_BYTES {
-                self.read_large_piece(incoming.cookie, request, None)?
+                self.read_large_piece(incoming.tag, request, None)?
             } else {
-                self.read_piece(incoming.cookie, request, None)?
+                self.read_piece(incoming.tag, request, None)?
             };
             if step == Step::Done {
                 self.accept();
             }
             return Ok(step);
         }
-        if self.structured && !flags.contains(CommandFlags::DF) {
+        if self.headers.have_chunks() && !flags.contains(CommandFlags::DF) {
             self.accept();
-            let slot = self.operations.open(incoming.cookie, Action::Plain, true);
+            let slot = self.operations.open(incoming.tag, Action::Plain, true);
             self.stream = Some(Stream::Read { slot, request });
             return Ok(Step::Done);
         }
         if len > MAX_IN_FLIGHT_BYTES {
             self.accept();
-            let windows = Windows { cookie: incoming.cookie, rest: request, begun: false, reading: None };
+            let windows = Windows { tag: incoming.tag, rest: request, begun: false, reading: None };
             self.stream = Some(Stream::Windows(windows));
             return Ok(Step::Done);
         }
@@ -157,11 +215,11 @@ impl Session<'_> {
         }
         self.accept();
         let Ok(buffer) = IoBuf::zeroed(len) else {
-            self.reply_failure(incoming.cookie, &no_memory(Action::Plain, &request))?;
+            self.reply_failure(incoming.tag, &no_memory(Action::Plain, &request))?;
             return Ok(Step::Done);
         };
         self.operations.charged += len;
-        self.stream = Some(Stream::Whole(Whole { cookie: incoming.cookie, request, buffer, filled: 0 }));
+        self.stream = Some(Stream::Whole(Whole { tag: incoming.tag, request, buffer, filled: 0 }));
         Ok(Step::Done)
     }
 
@@ -170,12 +228,12 @@ impl Session<'_> {
     /// operation; true: the last one.
     pub(crate) fn read_piece(
         &mut self,
-        cookie: u64,
+        tag: Tag,
         request: Request,
         part: Option<(usize, bool)>,
     ) -> Result<Step, Lost> {
         let len = request.len as usize;
-        let head = if self.structured { size_of::<DataChunk>() } else { size_of::<SimpleReply>() };
+        let head = self.headers.data_head_bytes();
         self.replies.reserve(self.link.socket(), head + len)?;
         let mut rest = request;
         loop {
@@ -192,12 +250,9 @@ impl Session<'_> {
                             last && operation.parts == 0 && operation.failure.is_none()
                         }
                     };
-                    if self.structured {
-                        self.replies.put(&data_chunk(cookie, request.offset, request.len as u32, done));
-                    } else {
-                        self.replies.put(&simple(cookie, 0));
-                    }
-                    self.replies.commit(start + head + len);
+                    let (replies, offset) = (&mut self.replies, request.offset);
+                    self.headers.put_data_head(replies, tag, offset, len as u32, done);
+                    replies.commit(start + head + len);
                     self.tally.replies += u64::from(done);
                     if let Some((slot, _)) = part {
                         if done {
@@ -219,7 +274,7 @@ impl Session<'_> {
                     }
                     let slot = match part {
                         Some((slot, _)) => slot,
-                        None => self.operations.open(cookie, Action::Plain, true),
+                        None => self.operations.open(tag, Action::Plain, true),
                     };
                     self.operations.get(slot).open = part.is_some_and(|(_, last)| !last);
                     return match self.replies.buffers.take(len) {
@@ -234,7 +289,7 @@ impl Session<'_> {
                 Err(error) => {
                     return match part {
                         None => {
-                            self.reply_failure(cookie, &Failure::of(error, Action::Plain, &request))?;
+                            self.reply_failure(tag, &Failure::of(error, Action::Plain, &request))?;
                             Ok(Step::Done)
                         }
                         Some((slot, last)) => {
@@ -259,27 +314,24 @@ impl Session<'_> {
     fn write(&mut self, incoming: Incoming) -> Result<Step, Lost> {
         let vetted = self.vet(incoming, Op::Write, CommandFlags::empty(), Action::Store);
         let request = match vetted {
-            Ok((request, _)) if incoming.len <= max_payload(&self.geometry) => request,
+            Ok((request, _)) if incoming.len <= max_payload(&self.geometry).into() => request,
             other => {
                 let failure = other.err();
                 let failure = failure.unwrap_or(Failure::new(Errno::Inval, "too much in one write"));
-                self.accept();
-                self.stream =
-                    Some(Stream::Skip(Skip { cookie: incoming.cookie, left: incoming.len, failure }));
-                return Ok(Step::Done);
+                return Ok(self.skip(incoming, failure));
             }
         };
-        let cookie = incoming.cookie;
+        let tag = incoming.tag;
         let is_large = request.len >= MIN_BYTES;
-        if is_large && let Some(step) = self.write_apart(cookie, request) {
+        if is_large && let Some(step) = self.write_apart(tag, request) {
             return Ok(step);
         }
-        let all = HEADER_BYTES + request.len as usize;
+        let all = self.headers.request_bytes() + request.len as usize;
         if self.input.data().len() < all {
             return Ok(Step::Input(all));
         }
         let large = if is_large { Some(self.begin_large()) } else { None };
-        let step = self.write_received(cookie, request)?;
+        let step = self.write_received(tag, request)?;
         if let Some(large) = large {
             self.end_large(&request, large, step);
             self.followed = !self.input.data().is_empty();
@@ -289,15 +341,15 @@ impl Session<'_> {
 
     /// A write of at least [`MIN_BYTES`], if its payload is not done out of the receive buffer, or
     /// not as a whole.
-    fn write_apart(&mut self, cookie: u64, request: Request) -> Option<Step> {
+    fn write_apart(&mut self, tag: Tag, request: Request) -> Option<Step> {
         let len = request.len as usize;
         let hand_on = len <= MAX_INLINE_BYTES && self.hands_on(&request, false);
-        if !hand_on && HEADER_BYTES + len <= RECEIVE_BUFFER_BYTES {
+        if !hand_on && self.headers.request_bytes() + len <= RECEIVE_BUFFER_BYTES {
             return None;
         }
         if self.geometry.zones.is_none() && !hand_on {
             self.accept();
-            let slot = self.operations.open(cookie, Action::Store, false);
+            let slot = self.operations.open(tag, Action::Store, false);
             self.stream = Some(Stream::Write(Write { slot, rest: request }));
             return Some(Step::Done);
         }
@@ -308,21 +360,21 @@ impl Session<'_> {
         self.accept();
         if let Ok(buffer) = self.replies.buffers.take(len) {
             self.operations.charged += len;
-            let gather = Gather { cookie, rest: request, buffer, filled: 0, hand_on };
+            let gather = Gather { tag, rest: request, buffer, filled: 0, hand_on };
             self.stream = Some(Stream::Gather(gather));
         } else {
             let failure = no_memory(Action::Store, &request);
-            self.stream = Some(Stream::Skip(Skip { cookie, left: len as u32, failure }));
+            self.stream = Some(Stream::Skip(Skip { tag, left: request.len, failure }));
         }
         Some(Step::Done)
     }
 
     /// A write whose payload was received as a whole.
-    fn write_received(&mut self, cookie: u64, request: Request) -> Result<Step, Lost> {
-        let len = request.len as usize;
+    fn write_received(&mut self, tag: Tag, request: Request) -> Result<Step, Lost> {
+        let (header, len) = (self.headers.request_bytes(), request.len as usize);
         let mut rest = request;
         let result = loop {
-            let payload = &self.input.data()[HEADER_BYTES + len - rest.len as usize..HEADER_BYTES + len];
+            let payload = &self.input.data()[header + len - rest.len as usize..header + len];
             match self.device.try_io(&rest, Buffer::Write(payload)) {
                 Ok(Tried::Done) => break Ok(()),
                 Ok(Tried::Partly(n)) => {
@@ -339,14 +391,14 @@ impl Session<'_> {
                         // flight.
                         self.accept();
                         self.input.consume(len - left);
-                        let slot = self.operations.open(cookie, Action::Store, false);
+                        let slot = self.operations.open(tag, Action::Store, false);
                         self.stream = Some(Stream::Write(Write { slot, rest }));
                         return Ok(Step::Done);
                     }
-                    let payload = &self.input.data()[HEADER_BYTES + len - left..HEADER_BYTES + len];
+                    let payload = &self.input.data()[header + len - left..header + len];
                     match self.replies.buffers.copy_of(payload) {
                         Ok(buffer) => {
-                            let slot = self.operations.open(cookie, Action::Store, false);
+                            let slot = self.operations.open(tag, Action::Store, false);
                             self.operations.get(slot).open = false;
                             self.submit(slot, rest, buffer, false);
                             self.accept();
@@ -362,8 +414,8 @@ impl Session<'_> {
         self.accept();
         self.input.consume(len);
         match result {
-            Ok(()) => self.reply_done(cookie)?,
-            Err(error) => self.reply_failure(cookie, &Failure::of(error, Action::Store, &request))?,
+            Ok(()) => self.reply_done(tag)?,
+            Err(error) => self.reply_failure(tag, &Failure::of(error, Action::Store, &request))?,
         }
         Ok(Step::Done)
     }
@@ -380,7 +432,7 @@ impl Session<'_> {
         let (mut request, flags) = match self.vet(incoming, op, allowed, action) {
             Ok(vetted) => vetted,
             Err(failure) => {
-                self.reply_failure(incoming.cookie, &failure)?;
+                self.reply_failure(incoming.tag, &failure)?;
                 return Ok(Step::Done);
             }
         };
@@ -398,7 +450,7 @@ impl Session<'_> {
             Op::WriteZeroes if !flags.contains(CommandFlags::NO_HOLE) => request.flags |= Flags::MAY_FREE,
             _ => {}
         }
-        self.stream = Some(Stream::Plain { cookie: incoming.cookie, request, action });
+        self.stream = Some(Stream::Plain { tag: incoming.tag, request, action });
         Ok(Step::Done)
     }
 
@@ -408,9 +460,9 @@ impl Session<'_> {
         match self.vet(incoming, Op::Read, CommandFlags::empty(), Action::Plain) {
             Ok((request, _)) => {
                 self.device.prefetch(request.offset, request.len);
-                self.reply_done(incoming.cookie)?;
+                self.reply_done(incoming.tag)?;
             }
-            Err(failure) => self.reply_failure(incoming.cookie, &failure)?,
+            Err(failure) => self.reply_failure(incoming.tag, &failure)?,
         }
         Ok(Step::Done)
     }

@@ -22,20 +22,23 @@ use crate::contexts::Contexts;
 use crate::errno::{Action, Cause, Failure};
 use crate::export::Export;
 use crate::flight::{Finished, MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES, Operations};
+use crate::headers::{Headers, Tag, simple};
 use crate::input::{Input, RECEIVE_BUFFER_BYTES, Received};
 use crate::link::Link;
-use crate::proto::{Chunk, DataChunk, ErrorChunk, SIMPLE_REPLY_MAGIC, SimpleReply, chunk};
+use crate::proto::{ErrorPayload, SimpleReply, chunk};
 use crate::replies::{REPLY_BUFFER_BYTES, Replies};
 use crate::shared::ServerShared;
 use crate::stats::Tally;
 use crate::stream::Stream;
+use crate::sweep::{MAX_SWEEPS, Sweeps};
 
 /// Bound of the memory that one connection holds, its thread's stack and small bookkeeping apart,
 /// in bytes.
 pub const CONNECTION_MEMORY_BYTES: usize =
     RECEIVE_BUFFER_BYTES + REPLY_BUFFER_BYTES + MAX_SPARE_BYTES + MAX_IN_FLIGHT_BYTES + PARTS_BYTES;
-/// Beyond the bound of what is in flight the last request may have so much for parts of blocks.
-const PARTS_BYTES: usize = 12 << 10;
+/// Beyond the bound of what is in flight the last request and each sweep may have so much for parts
+/// of blocks.
+const PARTS_BYTES: usize = (1 + MAX_SWEEPS) * (12 << 10);
 
 /// A client that has sent nothing for so long is idle.
 const REST: Duration = Duration::from_secs(1);
@@ -46,9 +49,9 @@ pub struct Negotiated {
     pub export: Arc<Export>,
     /// Its device; where the export is a template, the one that was made for this connection.
     pub device: Arc<dyn Device>,
-    /// Whether replies are structured.
-    pub structured: bool,
-    /// What block status tells of; none where the replies are not structured.
+    /// How requests and replies look.
+    pub headers: Headers,
+    /// What block status tells of; none where replies have no chunks.
     pub contexts: Contexts,
 }
 
@@ -95,7 +98,7 @@ pub struct Session<'a> {
     pub(crate) export: Arc<Export>,
     pub(crate) device: Bytes,
     pub(crate) read_only: bool,
-    pub(crate) structured: bool,
+    pub(crate) headers: Headers,
     pub(crate) contexts: Contexts,
     /// As last asked of the device, which may have grown: [`Session::vet`] asks again before it
     /// refuses a request.
@@ -109,6 +112,7 @@ pub struct Session<'a> {
     pub(crate) stream: Option<Stream>,
     /// What was read for [`Stream::Windows`].
     pub(crate) window: Option<Result<IoBuf, Failure>>,
+    pub(crate) sweeps: Sweeps,
     pub(crate) workers: Workers,
     /// What large requests cost.
     pub(crate) costs: Arc<Costs>,
@@ -137,7 +141,7 @@ impl<'a> Session<'a> {
             read_only: negotiated.export.read_only || geometry.read_only,
             export: negotiated.export,
             device,
-            structured: negotiated.structured,
+            headers: negotiated.headers,
             contexts: negotiated.contexts,
             geometry,
             input,
@@ -147,6 +151,7 @@ impl<'a> Session<'a> {
             share: shared.budget.share(Arc::clone(link.queue()) as Arc<dyn Granted>),
             stream: None,
             window: None,
+            sweeps: Sweeps::default(),
             costs: Arc::default(),
             followed: false,
             tally: Tally::default(),
@@ -176,6 +181,9 @@ impl<'a> Session<'a> {
     fn serve(&mut self) -> Result<(), Lost> {
         loop {
             self.harvest()?;
+            if self.sweeps.are_ready() {
+                self.sweep()?;
+            }
             let step = if self.client == Client::Ended { Step::End } else { self.work()? };
             if self.replies.is_empty() {
                 self.replies.plug = None;
@@ -189,12 +197,16 @@ impl<'a> Session<'a> {
             match step {
                 Step::Done | Step::Turn => {}
                 Step::Input(need) => self.receive(need)?,
+                Step::Stalled if self.sweeps.are_ready() => {}
                 Step::Stalled if self.operations.in_flight == 0 && !self.share.waits() => {}
                 Step::Stalled => {
                     self.wait(false).ok_or(Lost)?;
                 }
                 Step::End => {
                     self.client = Client::Ended;
+                    if self.sweeps.are_ready() {
+                        continue;
+                    }
                     if self.operations.in_flight == 0 {
                         return Ok(());
                     }
@@ -231,7 +243,7 @@ impl<'a> Session<'a> {
             return Ok(());
         }
         let mut flags = RecvFlags::empty();
-        if self.drain.is_some() {
+        if self.drain.is_some() || self.sweeps.are_ready() {
             flags = RecvFlags::DONTWAIT;
         } else if self.operations.in_flight > 0 {
             flags = RecvFlags::DONTWAIT;
@@ -264,7 +276,13 @@ impl<'a> Session<'a> {
             // It has waited for REST.
             Received::WouldBlock if flags.is_empty() => self.rest(),
             Received::WouldBlock => {}
-            Received::End => self.client = Client::Ended,
+            Received::End => {
+                self.client = Client::Ended;
+                // Where it is the server that wants an end, what it was asked for is done.
+                if !self.sweeps.is_empty() && !self.link.is_draining() {
+                    self.end_sweeps()?;
+                }
+            }
         }
         Ok(())
     }
@@ -363,14 +381,17 @@ impl<'a> Session<'a> {
             }
             Ok(()) if operation.is_read => {
                 let done = !operation.open && operation.parts == 0 && operation.failure.is_none();
-                let cookie = operation.cookie;
-                self.reply_data(cookie, part.request.offset, part.buffer, done)?;
+                let tag = operation.tag;
+                self.reply_data(tag, part.request.offset, part.buffer, done)?;
                 if done {
                     self.operations.take_ended(part.slot);
                     return Ok(());
                 }
             }
             Ok(()) => self.replies.buffers.give(part.buffer),
+        }
+        if self.sweep_on(part.slot)? {
+            return Ok(());
         }
         self.finish(part.slot)
     }
@@ -451,48 +472,53 @@ impl Session<'_> {
         match self.operations.take_ended(slot) {
             None => Ok(()),
             Some(operation) => match operation.failure {
-                Some(failure) => self.reply_failure(operation.cookie, &failure),
-                None if operation.is_read => {
-                    // Only structured reads have parts, so only they come here.
-                    self.replies.reserve(self.link.socket(), size_of::<Chunk>())?;
-                    self.replies.put(&Chunk::new(operation.cookie, chunk::NONE, true, 0));
-                    self.tally.replies += 1;
-                    Ok(())
-                }
-                None => self.reply_done(operation.cookie),
+                Some(failure) => self.reply_failure(operation.tag, &failure),
+                // Only reads with chunks have parts, so only they come here.
+                None if operation.is_read => self.reply_end(operation.tag),
+                None => self.reply_done(operation.tag),
             },
         }
     }
 
-    /// "It is done", for requests without data in the reply; a simple reply is allowed for these in
-    /// any mode.
-    pub(crate) fn reply_done(&mut self, cookie: u64) -> Result<(), Lost> {
+    /// "It is done", for requests without data in the reply. With compact headers a simple reply is
+    /// allowed for these, whatever others look like.
+    pub(crate) fn reply_done(&mut self, tag: Tag) -> Result<(), Lost> {
+        if self.headers == Headers::Extended {
+            return self.reply_end(tag);
+        }
         self.replies.reserve(self.link.socket(), size_of::<SimpleReply>())?;
-        self.replies.put(&simple(cookie, 0));
+        self.replies.put(&simple(tag.cookie, 0));
+        self.tally.replies += 1;
+        Ok(())
+    }
+
+    /// A chunk of nothing that ends a reply.
+    #[inline(never)]
+    fn reply_end(&mut self, tag: Tag) -> Result<(), Lost> {
+        self.replies.reserve(self.link.socket(), self.headers.chunk_bytes())?;
+        self.headers.put_chunk(&mut self.replies, tag, chunk::NONE, true, 0);
         self.tally.replies += 1;
         Ok(())
     }
 
     /// The request failed.
-    pub(crate) fn reply_failure(&mut self, cookie: u64, failure: &Failure) -> Result<(), Lost> {
+    pub(crate) fn reply_failure(&mut self, tag: Tag, failure: &Failure) -> Result<(), Lost> {
         self.tally.replies += 1;
         self.tally.errors += 1;
         if let Some(cause) = &failure.cause {
             self.tell_failure(cause);
         }
         let error = failure.errno as u32;
-        if self.structured {
+        if self.headers.have_chunks() {
             let text = failure.text.as_bytes();
-            self.replies.reserve(self.link.socket(), size_of::<ErrorChunk>() + text.len())?;
-            self.replies.put(&ErrorChunk {
-                chunk: Chunk::new(cookie, chunk::ERROR, true, 6 + text.len() as u32),
-                error: error.into(),
-                message_len: (text.len() as u16).into(),
-            });
+            let len = size_of::<ErrorPayload>() + text.len();
+            self.replies.reserve(self.link.socket(), self.headers.chunk_bytes() + len)?;
+            self.headers.put_chunk(&mut self.replies, tag, chunk::ERROR, true, len as u32);
+            self.replies.put(&ErrorPayload { error: error.into(), message_len: (text.len() as u16).into() });
             self.replies.put(text);
         } else {
             self.replies.reserve(self.link.socket(), size_of::<SimpleReply>())?;
-            self.replies.put(&simple(cookie, error));
+            self.replies.put(&simple(tag.cookie, error));
         }
         Ok(())
     }
@@ -509,45 +535,25 @@ impl Session<'_> {
     }
 
     /// Data of a read, from an owned buffer.
-    pub(crate) fn reply_data(
-        &mut self,
-        cookie: u64,
-        offset: u64,
-        data: IoBuf,
-        done: bool,
-    ) -> Result<(), Lost> {
-        if self.structured {
-            let room = size_of::<DataChunk>() + Replies::room_for_owned(data.len());
-            self.replies.reserve(self.link.socket(), room)?;
-            self.replies.put(&data_chunk(cookie, offset, data.len() as u32, done));
-            self.replies.put_owned(data);
-        } else {
-            self.reply_simple_data(Some(cookie), data)?;
-        }
+    pub(crate) fn reply_data(&mut self, tag: Tag, offset: u64, data: IoBuf, done: bool) -> Result<(), Lost> {
+        let room = self.headers.data_head_bytes() + Replies::room_for_owned(data.len());
+        self.replies.reserve(self.link.socket(), room)?;
+        self.headers.put_data_head(&mut self.replies, tag, offset, data.len() as u32, done);
+        self.replies.put_owned(data);
         self.tally.replies += u64::from(done);
         Ok(())
     }
 
     /// Data of a read without structured replies; behind a header, unless that is out already.
-    pub(crate) fn reply_simple_data(&mut self, header: Option<u64>, data: IoBuf) -> Result<(), Lost> {
+    pub(crate) fn reply_simple_data(&mut self, header: Option<Tag>, data: IoBuf) -> Result<(), Lost> {
         let room = size_of::<SimpleReply>() + Replies::room_for_owned(data.len());
         self.replies.reserve(self.link.socket(), room)?;
-        if let Some(cookie) = header {
-            self.replies.put(&simple(cookie, 0));
+        if let Some(tag) = header {
+            self.replies.put(&simple(tag.cookie, 0));
         }
         self.replies.put_owned(data);
         Ok(())
     }
-}
-
-/// The header of a simple reply.
-pub fn simple(cookie: u64, error: u32) -> SimpleReply {
-    SimpleReply { magic: SIMPLE_REPLY_MAGIC.into(), error: error.into(), cookie: cookie.into() }
-}
-
-/// The header of a data chunk.
-pub fn data_chunk(cookie: u64, offset: u64, len: u32, done: bool) -> DataChunk {
-    DataChunk { chunk: Chunk::new(cookie, chunk::OFFSET_DATA, done, len + 8), offset: offset.into() }
 }
 
 /// A failure of memory for a buffer.

@@ -6,66 +6,113 @@ use zerocopy::IntoBytes;
 
 use crate::contexts::{self, Contexts};
 use crate::errno::{Action, Errno, Failure};
-use crate::proto::{ChangedFlags, Chunk, CommandFlags, Descriptor, StateFlags, StatusChunk, chunk};
-use crate::replies::MAX_INLINE_BYTES;
+use crate::headers::Headers;
+use crate::proto::{
+    ChangedFlags, CommandFlags, Descriptor, ExtendedDescriptor, ExtendedStatus, StateFlags, chunk,
+};
+use crate::replies::REPLY_BUFFER_BYTES;
 use crate::session::{Lost, Session, Step};
 use crate::stream::Incoming;
 
 /// Most descriptors of one context in one block status reply; the client asks again from where they
 /// end.
 pub const MAX_DESCRIPTORS: usize = 8192;
+/// What the payload of a request begins with: the length of the range. Identifiers of contexts follow.
+const RANGE_BYTES: usize = size_of::<u64>();
+const ID_BYTES: usize = size_of::<u32>();
 
 const _: () = {
-    // A block status fits into the space that a piece of a read has.
-    let context = size_of::<StatusChunk>() + MAX_DESCRIPTORS * size_of::<Descriptor>();
-    assert!(contexts::ALL.len() * context <= MAX_INLINE_BYTES);
+    let head = Headers::Extended.chunk_bytes() + size_of::<ExtendedStatus>();
+    let context = head + MAX_DESCRIPTORS * size_of::<ExtendedDescriptor>();
+    assert!(contexts::ALL.len() * context <= REPLY_BUFFER_BYTES, "a block status fits into the buffer");
 };
 
 impl Session<'_> {
-    /// Answers with one chunk for each context.
+    /// Block status of the contexts that the request's payload names.
+    pub(crate) fn block_status_of(&mut self, mut incoming: Incoming) -> Result<Step, Lost> {
+        let (header, len) = (self.headers.request_bytes(), incoming.len as usize);
+        let ids = len.saturating_sub(RANGE_BYTES) / ID_BYTES;
+        if ids == 0 || len != RANGE_BYTES + ids * ID_BYTES {
+            let text = "the payload is a length and identifiers of contexts";
+            return Ok(self.skip(incoming, Failure::new(Errno::Inval, text)));
+        }
+        // There are not so many.
+        if ids > contexts::ALL.len() {
+            return Ok(self.skip(incoming, UNKNOWN_CONTEXT));
+        }
+        let Some(payload) = self.input.data().get(header..header + len) else {
+            return Ok(Step::Input(header + len));
+        };
+        let (range, ids) = payload.split_at(RANGE_BYTES);
+        incoming.len = range.iter().fold(0, |all, byte| all << 8 | u64::from(*byte));
+        incoming.flags &= !CommandFlags::PAYLOAD_LEN.bits();
+        let ids =
+            ids.chunks_exact(ID_BYTES).map(|id| id.iter().fold(0, |all, byte| all << 8 | u32::from(*byte)));
+        let named = self.contexts.chosen(ids);
+        self.accept();
+        self.input.consume(len);
+        match named {
+            Some(contexts) => self.reply_status(incoming, contexts),
+            None => {
+                self.reply_failure(incoming.tag, &UNKNOWN_CONTEXT)?;
+                Ok(Step::Done)
+            }
+        }
+    }
+
+    /// Block status of all contexts that were selected.
     pub(crate) fn block_status(&mut self, incoming: Incoming) -> Result<Step, Lost> {
         self.accept();
+        self.reply_status(incoming, self.contexts)
+    }
+
+    /// Answers with one chunk for each of these contexts.
+    fn reply_status(&mut self, incoming: Incoming, contexts: Contexts) -> Result<Step, Lost> {
         let (request, flags) = match self.vet(incoming, Op::Read, CommandFlags::REQ_ONE, Action::Plain) {
             Ok(vetted) => vetted,
             Err(failure) => {
-                self.reply_failure(incoming.cookie, &failure)?;
+                self.reply_failure(incoming.tag, &failure)?;
                 return Ok(Step::Done);
             }
         };
-        if self.contexts.is_empty() {
+        if contexts.is_empty() {
             return self.refuse(incoming, Errno::Inval, "no metadata context was negotiated");
         }
+        let layout = Layout::of(self.headers);
         let most = if flags.contains(CommandFlags::REQ_ONE) { 1 } else { MAX_DESCRIPTORS };
-        let room = most * size_of::<Descriptor>();
-        self.replies.reserve(self.link.socket(), contexts::ALL.len() * (size_of::<StatusChunk>() + room))?;
+        let room = most * layout.descriptor_bytes;
+        self.replies.reserve(self.link.socket(), contexts::ALL.len() * (layout.head_bytes + room))?;
         // The descriptors first, each context's behind the place of its header: an error may still
         // come.
         let mut counts = [0; contexts::ALL.len()];
         let mut at = self.replies.position();
         for ((context, ..), count) in contexts::ALL.iter().zip(&mut counts) {
-            if !self.contexts.contains(*context) {
+            if !contexts.contains(*context) {
                 continue;
             }
-            at += size_of::<StatusChunk>();
-            match describe(&self.device, *context, request, self.replies.space(at, room)) {
+            at += layout.head_bytes;
+            match describe(&self.device, *context, request, self.replies.space(at, room), layout) {
                 Ok(n) => *count = n,
                 Err(error) => {
-                    self.reply_failure(incoming.cookie, &Failure::of(error, Action::Plain, &request))?;
+                    self.reply_failure(incoming.tag, &Failure::of(error, Action::Plain, &request))?;
                     return Ok(Step::Done);
                 }
             }
-            at += *count * size_of::<Descriptor>();
+            at += *count * layout.descriptor_bytes;
         }
-        let mut left = self.contexts.named().count();
-        // `describe` gives at least one descriptor, so what has none was not negotiated.
+        let mut left = contexts.named().count();
+        // `describe` gives at least one descriptor, so what has none was not asked for.
         for ((.., id), count) in contexts::ALL.iter().zip(counts).filter(|(_, count)| *count > 0) {
             left -= 1;
-            let bytes = count * size_of::<Descriptor>();
-            let len = size_of::<u32>() + bytes;
-            self.replies.put(&StatusChunk {
-                chunk: Chunk::new(incoming.cookie, chunk::BLOCK_STATUS, left == 0, len as u32),
-                context: (*id).into(),
-            });
+            let bytes = count * layout.descriptor_bytes;
+            let len = layout.head_bytes - self.headers.chunk_bytes() + bytes;
+            self.headers.put_chunk(&mut self.replies, incoming.tag, layout.kind, left == 0, len as u32);
+            let status = ExtendedStatus { context: (*id).into(), count: (count as u32).into() };
+            if self.headers == Headers::Extended {
+                self.replies.put(&status);
+            } else {
+                self.replies.put(&status.context);
+            }
             self.replies.commit(self.replies.position() + bytes);
         }
         self.tally.replies += 1;
@@ -73,9 +120,46 @@ impl Session<'_> {
     }
 }
 
+const UNKNOWN_CONTEXT: Failure = Failure::new(Errno::Inval, "a context that was not selected, or twice");
+
+/// How a chunk looks.
+#[derive(Debug, Clone, Copy)]
+struct Layout {
+    kind: u16,
+    /// Before the descriptors.
+    head_bytes: usize,
+    descriptor_bytes: usize,
+}
+
+impl Layout {
+    const fn of(headers: Headers) -> Self {
+        let chunk = headers.chunk_bytes();
+        match headers {
+            Headers::Simple | Headers::Structured => Self {
+                kind: chunk::BLOCK_STATUS,
+                head_bytes: chunk + ID_BYTES,
+                descriptor_bytes: size_of::<Descriptor>(),
+            },
+            Headers::Extended => Self {
+                kind: chunk::BLOCK_STATUS_EXT,
+                head_bytes: chunk + size_of::<ExtendedStatus>(),
+                descriptor_bytes: size_of::<ExtendedDescriptor>(),
+            },
+        }
+    }
+}
+
 /// Fills `space` with descriptors of the range; returns how many, at least one.
-fn describe(device: &Bytes, context: Contexts, range: Request, space: &mut [u8]) -> Result<usize, Error> {
-    let mut runs = Runs { space, count: 0, at: range.offset, end: range.offset + range.len, open: None };
+fn describe(
+    device: &Bytes,
+    context: Contexts,
+    range: Request,
+    space: &mut [u8],
+    layout: Layout,
+) -> Result<usize, Error> {
+    let size = layout.descriptor_bytes;
+    let mut runs =
+        Runs { space, size, count: 0, at: range.offset, end: range.offset + range.len, open: None };
     let result = if context == Contexts::CHANGED {
         device.changes(range.offset, range.len, &mut |row| {
             let flags = if row.own { ChangedFlags::OWN } else { ChangedFlags::empty() };
@@ -101,6 +185,8 @@ fn describe(device: &Bytes, context: Contexts, range: Request, space: &mut [u8])
 /// Rows of a device on their way to descriptors: neighbours of one kind become one.
 struct Runs<'a> {
     space: &'a mut [u8],
+    /// Bytes of a descriptor.
+    size: usize,
     /// Descriptors that were written.
     count: usize,
     /// Where the next row begins.
@@ -135,11 +221,16 @@ impl Runs<'_> {
 
     /// Writes a run; true: there is room for more.
     fn write(&mut self, len: u64, flags: u32) -> bool {
-        let mut places = self.space.chunks_exact_mut(size_of::<Descriptor>()).skip(self.count);
+        let mut places = self.space.chunks_exact_mut(self.size).skip(self.count);
         let Some(place) = places.next() else { return false };
-        // Runs lie inside the request, whose length has 32 bits.
-        let descriptor = Descriptor { len: (len as u32).into(), flags: flags.into() };
-        place.copy_from_slice(descriptor.as_bytes());
+        if self.size == size_of::<ExtendedDescriptor>() {
+            let descriptor = ExtendedDescriptor { len: len.into(), flags: u64::from(flags).into() };
+            place.copy_from_slice(descriptor.as_bytes());
+        } else {
+            // Runs lie inside the request, whose length has 32 bits with compact headers.
+            let descriptor = Descriptor { len: (len as u32).into(), flags: flags.into() };
+            place.copy_from_slice(descriptor.as_bytes());
+        }
         self.count += 1;
         places.next().is_some()
     }
@@ -160,7 +251,7 @@ mod tests {
     #[test]
     fn rows_that_break_the_contract_end_the_answer() {
         let mut space = [0; 4 * size_of::<Descriptor>()];
-        let mut runs = Runs { space: &mut space, count: 0, at: 0, end: 100, open: None };
+        let mut runs = Runs { space: &mut space, size: 8, count: 0, at: 0, end: 100, open: None };
         assert!(runs.push(0, 10, 1));
         assert!(runs.push(10, 10, 1));
         assert!(!runs.push(30, 10, 1));

@@ -3,18 +3,17 @@
 use freestone_core::device::{IoBuf, Request};
 
 use crate::errno::{Action, Failure};
+use crate::headers::Tag;
 
 /// A request as it came, in the machine's byte order.
 #[derive(Debug, Clone, Copy)]
 pub struct Incoming {
     /// As they came, known ones and others.
     pub flags: u16,
-    /// Chosen by the client.
-    pub cookie: u64,
-    /// First byte.
-    pub offset: u64,
+    /// Its cookie and its first byte.
+    pub tag: Tag,
     /// Length in bytes.
-    pub len: u32,
+    pub len: u64,
 }
 
 /// The request at hand.
@@ -35,12 +34,12 @@ pub enum Stream {
     Write(Write),
     /// A large write to a device with zones, or one that a worker does, received as a whole first.
     Gather(Gather),
-    /// The payload of a write that was refused.
+    /// The payload of a request that was refused.
     Skip(Skip),
     /// A request without payload.
     Plain {
-        /// The request's cookie.
-        cookie: u64,
+        /// What its reply repeats.
+        tag: Tag,
         /// What is not yet done.
         request: Request,
         /// How its errors are mapped.
@@ -51,8 +50,8 @@ pub enum Stream {
 /// A large read into one buffer.
 #[derive(Debug)]
 pub struct Whole {
-    /// The request's cookie.
-    pub cookie: u64,
+    /// What its reply repeats.
+    pub tag: Tag,
     /// The whole request.
     pub request: Request,
     /// As long as the request, and charged.
@@ -65,8 +64,8 @@ pub struct Whole {
 /// other reply may come between the data.
 #[derive(Debug)]
 pub struct Windows {
-    /// The request's cookie.
-    pub cookie: u64,
+    /// What its reply repeats.
+    pub tag: Tag,
     /// What is not yet in the replies.
     pub rest: Request,
     /// The header is in the replies: who reads has been told that all is well.
@@ -87,8 +86,8 @@ pub struct Write {
 /// A large write that is received as a whole before the device, or a worker, gets it.
 #[derive(Debug)]
 pub struct Gather {
-    /// The request's cookie.
-    pub cookie: u64,
+    /// What its reply repeats.
+    pub tag: Tag,
     /// What is not yet written: all of it, until the payload is complete.
     pub rest: Request,
     /// As long as the request, and charged.
@@ -114,10 +113,10 @@ impl Gather {
 /// A payload that is thrown away.
 #[derive(Debug)]
 pub struct Skip {
-    /// The request's cookie.
-    pub cookie: u64,
+    /// What its reply repeats.
+    pub tag: Tag,
     /// Bytes of the payload that are still to come.
-    pub left: u32,
+    pub left: u64,
     /// What is answered then.
     pub failure: Failure,
 }

@@ -16,7 +16,7 @@ use super::Nbd;
 use super::client::talk_alone;
 use super::device::{Manner, Memory, Shape};
 use super::replies::Heard;
-use super::requests::{DISC, header};
+use super::requests::{DISC, Headers, header};
 
 const MAGIC: &[u8] = b"IHAVEOPT";
 const EXPORT_NAME: u32 = 1;
@@ -27,6 +27,7 @@ const GO: u32 = 7;
 const STRUCTURED_REPLY: u32 = 8;
 const LIST_META_CONTEXT: u32 = 9;
 const SET_META_CONTEXT: u32 = 10;
+const EXTENDED_HEADERS: u32 = 11;
 
 const ACK: u32 = 1;
 const SERVER: u32 = 2;
@@ -36,6 +37,7 @@ const ERR_UNSUP: u32 = (1 << 31) + 1;
 const ERR_INVALID: u32 = (1 << 31) + 3;
 const ERR_UNKNOWN: u32 = (1 << 31) + 6;
 const ERR_TOO_BIG: u32 = (1 << 31) + 9;
+const ERR_EXT_HEADER_REQD: u32 = (1 << 31) + 10;
 
 const ALLOCATION: &[u8] = b"base:allocation";
 const CHANGED: &[u8] = b"freestone:changed";
@@ -86,12 +88,11 @@ impl Nbd {
             said.resize(said.len() + (MAX_OPTION_BYTES + 4096), choices);
         }
         let plain = Plain::new(&said);
-        let (options, end, no_zeroes, structured) =
-            (plain.options, plain.end, plain.no_zeroes, plain.structured);
+        let (options, end, no_zeroes, headers) = (plain.options, plain.end, plain.no_zeroes, plain.headers);
         let mut bytes = said.clone();
         if let End::Chosen { at, .. } = end {
             bytes.truncate(at);
-            bytes.extend(header(0, DISC, 0, 0, 0));
+            bytes.extend(header(headers, 0, DISC, 0, 0, 0));
         }
         let most = 300 + options.iter().map(|option| 300 + option.data.len()).sum::<usize>();
         let serve = |socket| self.server.serve_here(&self.address, socket);
@@ -110,7 +111,7 @@ impl Nbd {
         }
         if let End::Chosen { export, by_name: true, .. } = end {
             assert_eq!(heard.u64(), EXPORTS[export].1);
-            assert_eq!(heard.u16(), flags(export, structured));
+            assert_eq!(heard.u16(), flags(export, headers, false));
             if !no_zeroes {
                 assert_eq!(heard.bytes(124), [0; 124]);
             }
@@ -124,12 +125,18 @@ const SHAPE: Shape =
     Shape { size: 512, manner: Manner::Inline, zoned: false, bad: None, seed: 0, forgets: false, flushes: 0 };
 
 /// What clients are told that they may do with an export.
-fn flags(export: usize, structured: bool) -> u16 {
+fn flags(export: usize, headers: Headers, has_contexts: bool) -> u16 {
     // Flags, flush, FUA, multi-conn, cache; then what only a writable export has: trim, zeroes,
     // fast zeroes.
     let common = 1 | 1 << 2 | 1 << 3 | 1 << 8 | 1 << 10;
     let writes = if EXPORTS[export].2 { 1 << 1 } else { 1 << 5 | 1 << 6 | 1 << 11 };
-    common | writes | if structured { 1 << 7 } else { 0 }
+    let chunks = match headers {
+        Headers::Simple => 0,
+        Headers::Structured => 1 << 7,
+        Headers::Extended if has_contexts => 1 << 7 | 1 << 12,
+        Headers::Extended => 1 << 7,
+    };
+    common | writes | chunks
 }
 
 fn judge(option: &Asked<'_>, heard: &mut Heard<'_>) {
@@ -156,7 +163,9 @@ struct Plain<'a> {
     options: Vec<Asked<'a>>,
     end: End,
     no_zeroes: bool,
-    structured: bool,
+    headers: Headers,
+    /// The export for which at least one context was selected.
+    selected: Option<&'a [u8]>,
 }
 
 /// Numbers and strings from the front; `None`: there is no such thing.
@@ -186,7 +195,13 @@ impl<'a> Said<'a> {
 
 impl<'a> Plain<'a> {
     fn new(bytes: &'a [u8]) -> Self {
-        let mut plain = Self { options: Vec::new(), end: End::Left, no_zeroes: false, structured: false };
+        let mut plain = Self {
+            options: Vec::new(),
+            end: End::Left,
+            no_zeroes: false,
+            headers: Headers::Simple,
+            selected: None,
+        };
         // `None` is the end of what was said, or of what may be said.
         let _ = plain.read(bytes);
         plain
@@ -202,6 +217,9 @@ impl<'a> Plain<'a> {
             }
             let (kind, len) = (said.u32()?, said.u32()? as usize);
             if kind == EXPORT_NAME {
+                if self.headers == Headers::Extended {
+                    return None;
+                }
                 let name = said.bytes(len).filter(|_| len <= MAX_STRING_BYTES)?;
                 let export = find(name)?;
                 self.end = End::Chosen { at: bytes.len() - said.0.len(), export, by_name: true };
@@ -230,12 +248,17 @@ impl<'a> Plain<'a> {
     }
 
     /// The type of an option's last reply, and the export that it chose.
-    fn answer(&mut self, kind: u32, data: &[u8], told: &mut Vec<(u32, Vec<u8>)>) -> (u32, Option<usize>) {
+    fn answer(&mut self, kind: u32, data: &'a [u8], told: &mut Vec<(u32, Vec<u8>)>) -> (u32, Option<usize>) {
         match kind {
             ABORT => (ACK, None),
-            LIST | STRUCTURED_REPLY if !data.is_empty() => (ERR_INVALID, None),
+            LIST | STRUCTURED_REPLY | EXTENDED_HEADERS if !data.is_empty() => (ERR_INVALID, None),
+            STRUCTURED_REPLY if self.headers == Headers::Extended => (ERR_EXT_HEADER_REQD, None),
             STRUCTURED_REPLY => {
-                self.structured = true;
+                self.headers = Headers::Structured;
+                (ACK, None)
+            }
+            EXTENDED_HEADERS => {
+                self.headers = Headers::Extended;
                 (ACK, None)
             }
             LIST => {
@@ -250,12 +273,15 @@ impl<'a> Plain<'a> {
             INFO | GO => {
                 let Some((name, wanted)) = info(data) else { return (ERR_INVALID, None) };
                 let Some(export) = find(name) else { return (ERR_UNKNOWN, None) };
-                self.facts(export, &wanted, told);
+                self.facts(export, name, &wanted, told);
                 (ACK, (kind == GO).then_some(export))
             }
             LIST_META_CONTEXT | SET_META_CONTEXT => {
                 let list = kind == LIST_META_CONTEXT;
-                let contexts = contexts(data).filter(|_| self.structured);
+                if !list {
+                    self.selected = None;
+                }
+                let contexts = contexts(data).filter(|_| self.headers != Headers::Simple);
                 let Some((name, queries)) = contexts else { return (ERR_INVALID, None) };
                 if find(name).is_none() {
                     return (ERR_UNKNOWN, None);
@@ -269,15 +295,18 @@ impl<'a> Plain<'a> {
                         told.push((META_CONTEXT, [&id.to_be_bytes(), context].concat()));
                     }
                 }
+                if !list && !told.is_empty() {
+                    self.selected = Some(name);
+                }
                 (ACK, None)
             }
             _ => (ERR_UNSUP, None),
         }
     }
 
-    fn facts(&self, export: usize, wanted: &[u16], told: &mut Vec<(u32, Vec<u8>)>) {
+    fn facts(&self, export: usize, named: &[u8], wanted: &[u16], told: &mut Vec<(u32, Vec<u8>)>) {
         let (name, size, _, default) = EXPORTS[export];
-        let flags = flags(export, self.structured);
+        let flags = flags(export, self.headers, self.selected == Some(named));
         told.push((FACT, [&[0, 0], &size.to_be_bytes()[..], &flags.to_be_bytes()].concat()));
         let sizes = [1_u32, 4096, 64 << 20].map(u32::to_be_bytes).concat();
         told.push((FACT, [&[0, 3], &sizes[..]].concat()));

@@ -1,5 +1,7 @@
 //! What a server says, taken apart; whatever is not well formed panics.
 
+use super::requests::Headers;
+
 /// Big-endian numbers and bytes from the front.
 pub struct Heard<'a>(pub &'a [u8]);
 
@@ -35,43 +37,57 @@ pub struct Answer<'a> {
     pub outcome: Option<u32>,
     /// Data, with its place on the device.
     pub data: Vec<(u64, &'a [u8])>,
+    /// Zeroes: where, and how many.
+    pub holes: Vec<(u64, u32)>,
     /// Lengths and flags by context.
-    pub status: Vec<(u32, Vec<(u32, u32)>)>,
+    pub status: Vec<(u32, Vec<(u64, u64)>)>,
 }
 
-/// The answers of a session, by cookie. Cookies count up from 0; `reads` gives the offset and
-/// length of those requests whose simple reply carries data.
+impl Answer<'_> {
+    /// Nothing but an outcome came.
+    pub fn is_plain(&self) -> bool {
+        self.data.is_empty() && self.holes.is_empty() && self.status.is_empty()
+    }
+}
+
+/// The answers of a session, by cookie. Cookies count up from 0; `asked` gives a request's offset,
+/// and its length where its simple reply carries data.
 pub fn answers<'a>(
     heard: &'a [u8],
     count: usize,
-    structured: bool,
-    reads: &dyn Fn(usize) -> Option<(u64, usize)>,
+    headers: Headers,
+    asked: &dyn Fn(usize) -> (u64, Option<usize>),
 ) -> Vec<Answer<'a>> {
     let mut answers: Vec<_> = (0..count).map(|_| Answer::default()).collect();
     let mut heard = Heard(heard);
     while !heard.0.is_empty() {
         match heard.u32() {
             0x6744_6698 => {
+                assert!(headers != Headers::Extended, "a simple reply among extended ones");
                 let error = heard.u32();
                 let index = heard.u64() as usize;
                 let answer = open(&mut answers, index);
                 answer.outcome = Some(error);
-                if let Some((offset, len)) = reads(index) {
-                    assert!(!structured, "a simple reply to a read among structured ones");
+                if let (offset, Some(len)) = asked(index) {
+                    assert!(headers == Headers::Simple, "a simple reply to a read among structured ones");
                     if error == 0 {
                         answer.data.push((offset, heard.bytes(len)));
                     }
                 }
             }
             0x668e_33ef => {
-                assert!(structured, "a structured reply that nobody asked for");
+                assert!(headers == Headers::Structured, "a structured reply that nobody asked for");
                 let (flags, kind, index, len) = (heard.u16(), heard.u16(), heard.u64(), heard.u32());
-                assert!(flags <= 1, "flags {flags:#x}");
                 let answer = open(&mut answers, index as usize);
-                if flags == 1 {
-                    answer.outcome = Some(0);
-                }
-                chunk(answer, kind, Heard(heard.bytes(len as usize)), flags == 1);
+                chunk(answer, kind, Heard(heard.bytes(len as usize)), flags, false);
+            }
+            0x6e8a_278c => {
+                assert!(headers == Headers::Extended, "an extended reply that nobody asked for");
+                let (flags, kind, index) = (heard.u16(), heard.u16(), heard.u64() as usize);
+                let (offset, len) = (heard.u64(), heard.u64());
+                let answer = open(&mut answers, index);
+                assert_eq!(offset, asked(index).0, "the reply to {index} has another offset");
+                chunk(answer, kind, Heard(heard.bytes(len as usize)), flags, true);
             }
             magic => panic!("a reply begins with {magic:#x}"),
         }
@@ -87,7 +103,12 @@ fn open<'a, 'b>(answers: &'b mut [Answer<'a>], index: usize) -> &'b mut Answer<'
     answer
 }
 
-fn chunk<'a>(answer: &mut Answer<'a>, kind: u16, mut payload: Heard<'a>, done: bool) {
+fn chunk<'a>(answer: &mut Answer<'a>, kind: u16, mut payload: Heard<'a>, flags: u16, extended: bool) {
+    assert!(flags <= 1, "flags {flags:#x}");
+    let done = flags == 1;
+    if done {
+        answer.outcome = Some(0);
+    }
     match kind {
         0 => assert!(done && payload.0.is_empty(), "a chunk of nothing that ends nothing"),
         1 => {
@@ -95,11 +116,24 @@ fn chunk<'a>(answer: &mut Answer<'a>, kind: u16, mut payload: Heard<'a>, done: b
             assert!(!payload.0.is_empty(), "a chunk of no data");
             answer.data.push((offset, payload.0));
         }
+        2 => {
+            let (offset, len) = (payload.u64(), payload.u32());
+            assert!(payload.0.is_empty() && len > 0, "a hole of nothing");
+            answer.holes.push((offset, len));
+        }
         5 => {
+            assert!(!extended, "short extents among extended replies");
             let context = payload.u32();
             assert!(!payload.0.is_empty() && payload.0.len().is_multiple_of(8), "descriptors");
             let count = payload.0.len() / 8;
-            answer.status.push((context, (0..count).map(|_| (payload.u32(), payload.u32())).collect()));
+            let mut row = || (payload.u32().into(), payload.u32().into());
+            answer.status.push((context, (0..count).map(|_| row()).collect()));
+        }
+        6 => {
+            assert!(extended, "long extents among structured replies");
+            let (context, count) = (payload.u32(), payload.u32());
+            assert!(count > 0 && payload.0.len() == count as usize * 16, "{count} descriptors");
+            answer.status.push((context, (0..count).map(|_| (payload.u64(), payload.u64())).collect()));
         }
         0x8001 => {
             let error = payload.u32();

@@ -20,7 +20,10 @@ use super::Nbd;
 use super::client::{Manners, talk, talk_alone};
 use super::device::{BLOCK, Manner, Memory};
 use super::replies::{Answer, Heard, answers};
-use super::requests::{Asked, BLOCK_STATUS, CACHE, DISC, FLUSH, READ, Script, TRIM, WRITE, WRITE_ZEROES};
+use super::requests::{
+    Asked, BLOCK_STATUS, CACHE, DISC, FLUSH, Headers, PAYLOAD_LEN, Payload, READ, Script, TRIM, WRITE,
+    WRITE_ZEROES,
+};
 
 const EPERM: u32 = 1;
 const EIO: u32 = 5;
@@ -36,9 +39,9 @@ const DF: u16 = 4;
 const REQ_ONE: u16 = 8;
 const FAST_ZERO: u16 = 16;
 
-const MAX_PAYLOAD_BYTES: u32 = 64 << 20;
+const MAX_PAYLOAD_BYTES: u64 = 64 << 20;
 /// Of a chunk that is one piece, and of a write to zones.
-const MAX_PIECE_BYTES: u32 = 32 << 20;
+const MAX_PIECE_BYTES: u64 = 32 << 20;
 
 impl Nbd {
     /// Checks one input; true: at least one request was done, flushes apart.
@@ -90,8 +93,13 @@ fn handshake(script: &Script) -> (Vec<u8>, usize) {
         bytes.extend((data.len() as u32).to_be_bytes());
         bytes.extend(data);
     };
-    if script.structured {
-        option(8, &[]);
+    let asked = match script.headers {
+        Headers::Simple => None,
+        Headers::Structured => Some(8),
+        Headers::Extended => Some(11),
+    };
+    if let Some(kind) = asked {
+        option(kind, &[]);
         heard += 20;
     }
     if !script.contexts.is_empty() {
@@ -109,6 +117,11 @@ fn handshake(script: &Script) -> (Vec<u8>, usize) {
     (bytes, heard + 20 + 12 + 20 + 14 + 20)
 }
 
+/// A context's identifier.
+fn id_of(name: &str) -> u32 {
+    if name == "base:allocation" { 1 } else { 2 }
+}
+
 /// What is known of the device without having asked it.
 struct Expected {
     data: Vec<u8>,
@@ -119,11 +132,11 @@ struct Expected {
 
 fn judge(script: &Script, device: &Memory, heard: &[u8]) -> bool {
     let asked = &script.asked;
-    let reads = |index: usize| {
-        let asked = asked.get(index).filter(|asked| asked.command == READ)?;
-        Some((asked.offset, asked.len as usize))
+    let known = |index: usize| {
+        let asked = &asked[index];
+        (asked.offset, (asked.command == READ).then_some(asked.len as usize))
     };
-    let answers = answers(heard, asked.len(), script.structured, &reads);
+    let answers = answers(heard, asked.len(), script.headers, &known);
     let size = script.shape.size;
     let blocks = (size / BLOCK) as usize;
     let mut expected = Expected {
@@ -159,7 +172,7 @@ fn judge(script: &Script, device: &Memory, heard: &[u8]) -> bool {
             expected.follow(script, index, asked, answer, outcome == 0);
         } else {
             assert!(faults.contains(&outcome), "{asked:?} is answered {outcome}, not one of {faults:?}");
-            assert!(answer.data.is_empty() && answer.status.is_empty());
+            assert!(answer.is_plain());
         }
     }
     expected.compare(script, device);
@@ -169,9 +182,26 @@ fn judge(script: &Script, device: &Memory, heard: &[u8]) -> bool {
 /// The errors one of which the request must get.
 fn faults(script: &Script, asked: &Asked) -> Vec<u32> {
     let mut faults = Vec::new();
+    let mut asked = *asked;
+    if script.headers == Headers::Extended {
+        match (asked.command, asked.payload) {
+            (BLOCK_STATUS, Payload::Contexts { ids, count, extra }) => {
+                let ids = &ids[..count];
+                let known = |id: &u32| script.contexts.iter().any(|name| id_of(name) == *id);
+                let twice = (1..count).any(|at| ids[..at].contains(&ids[at]));
+                if count == 0 || extra != 0 || twice || !ids.iter().all(known) {
+                    return vec![EINVAL];
+                }
+            }
+            (WRITE, _) | (_, Payload::None) => {}
+            _ => return vec![EINVAL],
+        }
+        asked.flags &= !PAYLOAD_LEN;
+    }
+    let asked = &asked;
     let fua = if script.without_fua { 0 } else { FUA };
     let (flags, writes) = match asked.command {
-        READ if script.structured => (DF, false),
+        READ if script.headers != Headers::Simple => (DF, false),
         READ | CACHE | FLUSH => (0, false),
         WRITE | TRIM => (0, true),
         WRITE_ZEROES => (NO_HOLE | FAST_ZERO, true),
@@ -189,11 +219,11 @@ fn faults(script: &Script, asked: &Asked) -> Vec<u32> {
             faults.push(EINVAL);
         }
     } else {
-        let parts = !(asked.offset | u64::from(asked.len)).is_multiple_of(BLOCK);
+        let parts = !(asked.offset | asked.len).is_multiple_of(BLOCK);
         if asked.len == 0 || (script.shape.zoned && parts) {
             faults.push(EINVAL);
         }
-        let end = asked.offset.checked_add(asked.len.into());
+        let end = asked.offset.checked_add(asked.len);
         if end.is_none_or(|end| end > script.shape.size) {
             faults.push(if matches!(asked.command, WRITE | WRITE_ZEROES) { ENOSPC } else { EINVAL });
         }
@@ -234,7 +264,7 @@ impl Expected {
             READ => self.read(script, asked, answer, done),
             BLOCK_STATUS => self.status(script, asked, answer),
             WRITE | TRIM | WRITE_ZEROES => {
-                assert!(answer.data.is_empty() && answer.status.is_empty());
+                assert!(answer.is_plain());
                 let (blocks, whole) = (touched(asked), whole(asked));
                 // Parts are written by a thread of the server's, so what follows may come before.
                 let later = !matches!(script.shape.manner, Manner::Inline | Manner::Partly(_));
@@ -260,7 +290,7 @@ impl Expected {
                     _ => self.data[asked.offset as usize..asked.end() as usize].fill(0),
                 }
             }
-            _ => assert!(answer.data.is_empty() && answer.status.is_empty()),
+            _ => assert!(answer.is_plain()),
         }
     }
 
@@ -278,26 +308,41 @@ impl Expected {
                 }
             }
         }
+        for (offset, len) in &answer.holes {
+            let end = offset + u64::from(*len);
+            assert!(asked.offset <= *offset && end <= asked.end(), "a hole in another place");
+            ranges.push(*offset..end);
+            for block in *offset / BLOCK..end.div_ceil(BLOCK) {
+                let (from, to) = ((block * BLOCK).max(*offset), ((block + 1) * BLOCK).min(end));
+                if self.kinds[block as usize].is_some() {
+                    let held = &self.data[from as usize..to as usize];
+                    assert!(held.iter().all(|byte| *byte == 0), "block {block} is no hole");
+                }
+            }
+        }
         ranges.sort_unstable_by_key(|range| range.start);
         assert!(ranges.windows(2).all(|pair| pair[0].end <= pair[1].start), "data twice");
         if done {
             let told: u64 = ranges.iter().map(|range| range.end - range.start).sum();
-            assert_eq!(told, u64::from(asked.len), "not all of the data");
+            assert_eq!(told, asked.len, "not all of the data");
         }
-        let one = !script.structured || asked.flags & DF != 0;
+        let one = script.headers == Headers::Simple || asked.flags & DF != 0;
         assert!(!one || ranges.len() <= 1, "more than one chunk");
     }
 
     fn status(&self, script: &Script, asked: &Asked, answer: &Answer<'_>) {
-        assert!(answer.data.is_empty());
+        assert!(answer.data.is_empty() && answer.holes.is_empty());
         let contexts: Vec<u32> = answer.status.iter().map(|(context, _)| *context).collect();
-        let named = |name: &&str| if *name == "base:allocation" { 1 } else { 2 };
-        assert_eq!(contexts, script.contexts.iter().map(named).collect::<Vec<u32>>());
+        let mut wanted: Vec<u32> = script.contexts.iter().map(|name| id_of(name)).collect();
+        if let Payload::Contexts { ids, count, .. } = asked.payload {
+            wanted.retain(|id| ids[..count].contains(id));
+        }
+        assert_eq!(contexts, wanted);
         for (context, rows) in &answer.status {
             assert!(asked.flags & REQ_ONE == 0 || rows.len() == 1);
             let mut at = asked.offset;
             for (number, &(len, flags)) in rows.iter().enumerate() {
-                let end = at + u64::from(len);
+                let end = at + len;
                 assert!(len > 0 && (end.is_multiple_of(BLOCK) || end == asked.end()));
                 assert!(end <= asked.end(), "status of what was not asked for");
                 assert!(number == 0 || rows[number - 1].1 != flags, "neighbours of one kind");
@@ -308,7 +353,7 @@ impl Expected {
                         (1, Some(ExtentKind::Data)) => 0,
                         (1, Some(ExtentKind::Zero)) => 2,
                         (1, Some(ExtentKind::Hole)) => 3,
-                        _ => u32::from(self.own[block]),
+                        _ => u64::from(self.own[block]),
                     };
                     assert_eq!(flags, wanted, "block {block} in context {context}");
                 }
@@ -322,7 +367,7 @@ impl Expected {
     fn compare(&self, script: &Script, device: &Memory) {
         // A request that was cut off may have been begun: then only what was asked for before is
         // known.
-        let asked: usize = script.asked.iter().map(Asked::wire_bytes).sum();
+        let asked: usize = script.asked.iter().map(|asked| asked.wire_bytes(script.headers)).sum();
         if asked < script.bytes.len() {
             return;
         }

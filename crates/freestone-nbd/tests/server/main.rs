@@ -4,9 +4,11 @@
 mod bytes;
 mod common;
 mod contexts;
+mod extended;
 mod garbage;
 mod handshake;
 mod listening;
+mod sweeps;
 mod templates;
 mod transmission;
 mod waiting;

@@ -8,7 +8,7 @@ use crate::common::client::{
     WRITE_ZEROES, request,
 };
 use crate::common::device::Manner;
-use crate::common::{Fixture, MemDevice, eventually, pattern};
+use crate::common::{Fixture, Headers, MemDevice, eventually, pattern};
 use freestone_core::device::{Flags, Op, Request};
 use freestone_nbd::{ExportOptions, MAX_DESCRIPTORS, MAX_PAYLOAD_BYTES};
 
@@ -26,15 +26,15 @@ const MIB: u64 = 1 << 20;
 fn what_is_written_is_read() {
     let device = MemDevice::new(8 * MIB);
     let fixture = Fixture::serving(&device);
-    for structured in [false, true] {
-        let mut client = fixture.enter(structured);
+    for headers in Headers::ALL {
+        let mut client = fixture.enter(headers);
         // Up to and across the sizes of the buffers.
         for (round, len) in [512, 4096, 64 << 10, 256 << 10, (256 << 10) + 4096, (264 << 10) + 512, 3 << 20]
             .into_iter()
             .enumerate()
         {
             let offset = 512 * (round as u64 + 1);
-            let data = pattern(offset + u64::from(structured), len);
+            let data = pattern(offset + headers as u64, len);
             assert_eq!(client.write(0, offset, &data), 0);
             assert!(device.bytes(offset, len) == data, "{len} bytes on the device");
             assert!(client.read(offset, len as u32).unwrap() == data, "{len} bytes read back");
@@ -131,8 +131,8 @@ fn thirty_two_requests_leave_in_few_sends() {
 fn requests_beyond_the_end() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
-    for structured in [false, true] {
-        let mut client = fixture.enter(structured);
+    for headers in Headers::ALL {
+        let mut client = fixture.enter(headers);
         for offset in [MIB - 512, MIB, 1 << 40, u64::MAX - 511] {
             assert_eq!(client.read(offset, 1024), Err(EINVAL));
             assert_eq!(client.write(0, offset, &[1; 1024]), ENOSPC);
@@ -416,8 +416,8 @@ fn block_status_is_bounded() {
 fn errors_of_the_device_end_one_request() {
     let device = MemDevice::new(8 * MIB);
     let fixture = Fixture::serving(&device);
-    for structured in [false, true] {
-        let mut client = fixture.enter(structured);
+    for headers in Headers::ALL {
+        let mut client = fixture.enter(headers);
         device.bad_byte.store(5000, SeqCst);
         assert_eq!(client.read(4096, 4096), Err(EIO));
         assert_eq!(client.read(0, 2 << 20), Err(EIO));
@@ -431,7 +431,7 @@ fn errors_of_the_device_end_one_request() {
         let begun = device.requests(Op::Write).len();
         assert!((3..12).contains(&begun), "{begun}");
         assert_eq!(client.read(3 << 20, 1 << 20), Ok(vec![0; 1 << 20]));
-        let cookie = client.ask(DF * u16::from(structured), READ, 0, 2 << 20);
+        let cookie = client.ask(DF * u16::from(client.structured), READ, 0, 2 << 20);
         let mut wanted = HashMap::from([(cookie, (0, 2 << 20))]);
         assert_eq!(client.read_replies(&mut wanted)[&cookie], Err(EIO));
         device.bad_byte.store(u64::MAX, SeqCst);
@@ -450,8 +450,8 @@ fn requests_that_are_done_in_parts() {
     let fixture = Fixture::serving(&device);
     for per_try in [512, 8192, 100 * KIB] {
         device.per_try.store(per_try, SeqCst);
-        for structured in [false, true] {
-            let mut client = fixture.enter(structured);
+        for headers in Headers::ALL {
+            let mut client = fixture.enter(headers);
             for len in [4096, 128 << 10, 256 << 10, 1 << 20] {
                 let data = pattern(per_try + len as u64, len);
                 assert_eq!(client.write(0, 4096, &data), 0);
@@ -460,14 +460,14 @@ fn requests_that_are_done_in_parts() {
             assert_eq!(client.run(0, WRITE_ZEROES, 0, 1 << 20), 0);
             assert!(client.read(0, 1 << 20).unwrap() == vec![0; 1 << 20]);
             // Replies that were ready before stay whole.
-            let mut bytes = request(0, FLUSH, 1, 0, 0);
-            bytes.extend(request(0, READ, 2, 4096, 128 << 10));
-            bytes.extend(request(0, FLUSH, 3, 0, 0));
+            let mut bytes = client.header(0, FLUSH, 1, 0, 0);
+            bytes.extend(client.header(0, READ, 2, 4096, 128 << 10));
+            bytes.extend(client.header(0, FLUSH, 3, 0, 0));
             client.send(&bytes);
-            assert_eq!(client.chunk(), Chunk::Simple { cookie: 1, error: 0 });
+            assert_eq!(client.plain_reply(1), 0);
             let mut wanted = HashMap::from([(2, (4096, 128 << 10))]);
             assert_eq!(client.read_replies(&mut wanted)[&2], Ok(vec![0; 128 << 10]));
-            assert_eq!(client.chunk(), Chunk::Simple { cookie: 3, error: 0 });
+            assert_eq!(client.plain_reply(3), 0);
             client.disconnect();
         }
     }

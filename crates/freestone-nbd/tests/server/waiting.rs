@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::client::{Chunk, DF, FLUSH, READ, TRIM, WRITE, WRITE_ZEROES, request};
 use crate::common::device::Manner;
-use crate::common::{Client, Fixture, MemDevice, eventually, pattern};
+use crate::common::{Client, Fixture, Headers, MemDevice, eventually, pattern};
 use freestone_core::device::Op;
 use freestone_nbd::{Address, ExportOptions, Limits, MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES, PublishError};
 
@@ -23,13 +23,13 @@ fn everything_works_through_a_thread() {
     let device = MemDevice::new(64 * MIB);
     let fixture = Fixture::serving(&device);
     device.set(Manner::Thread);
-    for structured in [false, true] {
-        let mut client = fixture.enter(structured);
+    for headers in Headers::ALL {
+        let mut client = fixture.enter(headers);
         for len in [512, 4096, 16 << 10, 20 << 10, 256 << 10, 1 << 20, 32 << 20] {
             let data = pattern(len as u64, len);
             assert_eq!(client.write(0, 512, &data), 0);
             assert!(client.read(512, len as u32).unwrap() == data);
-            if structured {
+            if client.structured {
                 let cookie = client.ask(DF, READ, 512, len as u32);
                 let mut wanted = HashMap::from([(cookie, (512, len as u32))]);
                 assert!(client.read_replies(&mut wanted).remove(&cookie).unwrap().unwrap() == data);

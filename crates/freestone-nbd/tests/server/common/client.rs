@@ -22,6 +22,7 @@ pub const NO_HOLE: u16 = 2;
 pub const DF: u16 = 4;
 pub const REQ_ONE: u16 = 8;
 pub const FAST_ZERO: u16 = 16;
+pub const PAYLOAD_LEN: u16 = 32;
 
 pub const ACK: u32 = 1;
 pub const SERVER: u32 = 2;
@@ -33,18 +34,27 @@ pub const ERR_INVALID: u32 = 0x8000_0003;
 pub const ERR_UNKNOWN: u32 = 0x8000_0006;
 pub const ERR_SHUTDOWN: u32 = 0x8000_0007;
 pub const ERR_TOO_BIG: u32 = 0x8000_0009;
+pub const ERR_EXT_HEADER_REQD: u32 = 0x8000_000a;
 
 pub trait Stream: Read + Write + Send {}
 impl<T: Read + Write + Send> Stream for T {}
 
 pub struct Client {
     pub stream: Box<dyn Stream>,
+    /// Replies have chunks.
     pub structured: bool,
+    /// Headers are extended ones.
+    pub extended: bool,
     next_cookie: u64,
+    /// The offsets of requests with extended headers, which replies repeat.
+    offsets: HashMap<u64, u64>,
 }
 
 /// A context's identifier, and its extents: length and flags.
 pub type Context = (u32, Vec<(u32, u32)>);
+
+/// The same with extended headers.
+pub type LongContext = (u32, Vec<(u64, u64)>);
 
 /// One reply to an option.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,7 +69,9 @@ pub enum Chunk {
     Simple { cookie: u64, error: u32 },
     None { cookie: u64 },
     Data { cookie: u64, done: bool, offset: u64, data: Vec<u8> },
+    Hole { cookie: u64, done: bool, offset: u64, len: u32 },
     Status { cookie: u64, done: bool, context: u32, extents: Vec<(u32, u32)> },
+    LongStatus { cookie: u64, done: bool, context: u32, extents: Vec<(u64, u64)> },
     Error { cookie: u64, error: u32, text: String },
 }
 
@@ -69,13 +81,21 @@ impl Chunk {
             Self::Simple { cookie, .. }
             | Self::None { cookie }
             | Self::Data { cookie, .. }
+            | Self::Hole { cookie, .. }
             | Self::Status { cookie, .. }
+            | Self::LongStatus { cookie, .. }
             | Self::Error { cookie, .. } => *cookie,
         }
     }
 
     pub fn ends(&self) -> bool {
-        !matches!(self, Self::Data { done: false, .. } | Self::Status { done: false, .. })
+        !matches!(
+            self,
+            Self::Data { done: false, .. }
+                | Self::Hole { done: false, .. }
+                | Self::Status { done: false, .. }
+                | Self::LongStatus { done: false, .. }
+        )
     }
 }
 
@@ -87,6 +107,17 @@ pub fn request(flags: u16, command: u16, cookie: u64, offset: u64, len: u32) -> 
     bytes.extend(cookie.to_be_bytes());
     bytes.extend(offset.to_be_bytes());
     bytes.extend(len.to_be_bytes());
+    bytes
+}
+
+/// A request's extended header.
+pub fn long_request(flags: u16, command: u16, cookie: u64, offset: u64, len: u64) -> Vec<u8> {
+    let mut bytes = 0x21e4_1c71_u32.to_be_bytes().to_vec();
+    bytes.extend(flags.to_be_bytes());
+    bytes.extend(command.to_be_bytes());
+    for number in [cookie, offset, len] {
+        bytes.extend(number.to_be_bytes());
+    }
     bytes
 }
 
@@ -138,7 +169,7 @@ impl Client {
     }
 
     pub fn over(stream: Box<dyn Stream>) -> Self {
-        Self { stream, structured: false, next_cookie: 1 }
+        Self { stream, structured: false, extended: false, next_cookie: 1, offsets: HashMap::new() }
     }
 
     pub fn send(&mut self, bytes: &[u8]) {
@@ -220,6 +251,11 @@ impl Client {
         self.structured = true;
     }
 
+    pub fn extended(&mut self) {
+        assert_eq!(self.outcome(11, &[]), ACK);
+        (self.structured, self.extended) = (true, true);
+    }
+
     /// Sets these contexts; the identifiers and names that the server confirms.
     pub fn set_contexts(&mut self, name: &str, queries: &[&str]) -> Vec<(u32, String)> {
         let mut replies = self.option(10, &context_data(name, queries));
@@ -248,44 +284,68 @@ impl Client {
     pub fn chunk(&mut self) -> Chunk {
         match self.u32() {
             0x6744_6698 => {
+                assert!(!self.extended);
                 let error = self.u32();
                 Chunk::Simple { error, cookie: self.u64() }
             }
             0x668e_33ef => {
-                let flags = self.u16();
-                assert!(flags <= 1);
-                let done = flags == 1;
-                let kind = self.u16();
-                let cookie = self.u64();
+                assert!(!self.extended);
+                let (flags, kind, cookie) = (self.u16(), self.u16(), self.u64());
                 let len = self.u32() as usize;
-                match kind {
-                    0 => {
-                        assert!(done && len == 0);
-                        Chunk::None { cookie }
-                    }
-                    1 => {
-                        assert!(len >= 9);
-                        let offset = self.u64();
-                        Chunk::Data { cookie, done, offset, data: self.bytes(len - 8) }
-                    }
-                    5 => {
-                        assert!(len >= 12 && (len - 4).is_multiple_of(8));
-                        let context = self.u32();
-                        let extents = (0..(len - 4) / 8).map(|_| (self.u32(), self.u32())).collect();
-                        Chunk::Status { cookie, done, context, extents }
-                    }
-                    0x8001 => {
-                        assert!(done);
-                        let error = self.u32();
-                        let text_len = self.u16() as usize;
-                        assert_eq!(text_len + 6, len);
-                        let text = String::from_utf8(self.bytes(text_len)).unwrap();
-                        Chunk::Error { cookie, error, text }
-                    }
-                    kind => panic!("chunk of kind {kind}"),
+                self.payload(flags, kind, cookie, len)
+            }
+            0x6e8a_278c => {
+                assert!(self.extended);
+                let (flags, kind, cookie, offset) = (self.u16(), self.u16(), self.u64(), self.u64());
+                let len = self.u64() as usize;
+                if let Some(asked) = self.offsets.get(&cookie) {
+                    assert_eq!(*asked, offset, "the reply is to another offset");
                 }
+                self.payload(flags, kind, cookie, len)
             }
             magic => panic!("no reply: {magic:#x}"),
+        }
+    }
+
+    fn payload(&mut self, flags: u16, kind: u16, cookie: u64, len: usize) -> Chunk {
+        assert!(flags <= 1);
+        let done = flags == 1;
+        match kind {
+            0 => {
+                assert!(done && len == 0);
+                Chunk::None { cookie }
+            }
+            1 => {
+                assert!(len >= 9);
+                let offset = self.u64();
+                Chunk::Data { cookie, done, offset, data: self.bytes(len - 8) }
+            }
+            2 => {
+                assert_eq!(len, 12);
+                Chunk::Hole { cookie, done, offset: self.u64(), len: self.u32() }
+            }
+            5 => {
+                assert!(!self.extended && len >= 12 && (len - 4).is_multiple_of(8));
+                let context = self.u32();
+                let extents = (0..(len - 4) / 8).map(|_| (self.u32(), self.u32())).collect();
+                Chunk::Status { cookie, done, context, extents }
+            }
+            6 => {
+                assert!(self.extended);
+                let (context, count) = (self.u32(), self.u32());
+                assert!(count > 0 && len == 8 + 16 * count as usize);
+                let extents = (0..count).map(|_| (self.u64(), self.u64())).collect();
+                Chunk::LongStatus { cookie, done, context, extents }
+            }
+            0x8001 => {
+                assert!(done);
+                let error = self.u32();
+                let text_len = self.u16() as usize;
+                assert_eq!(text_len + 6, len);
+                let text = String::from_utf8(self.bytes(text_len)).unwrap();
+                Chunk::Error { cookie, error, text }
+            }
+            kind => panic!("chunk of kind {kind}"),
         }
     }
 
@@ -294,10 +354,30 @@ impl Client {
         self.next_cookie
     }
 
+    /// A request's header as this client has it.
+    pub fn header(&mut self, flags: u16, command: u16, cookie: u64, offset: u64, len: u64) -> Vec<u8> {
+        if !self.extended {
+            return request(flags, command, cookie, offset, u32::try_from(len).unwrap());
+        }
+        self.offsets.insert(cookie, offset);
+        long_request(flags, command, cookie, offset, len)
+    }
+
     pub fn ask(&mut self, flags: u16, command: u16, offset: u64, len: u32) -> u64 {
+        self.ask_long(flags, command, offset, len.into())
+    }
+
+    pub fn ask_long(&mut self, flags: u16, command: u16, offset: u64, len: u64) -> u64 {
         let cookie = self.cookie();
-        self.send(&request(flags, command, cookie, offset, len));
+        let header = self.header(flags, command, cookie, offset, len);
+        self.send(&header);
         cookie
+    }
+
+    /// As [`run`](Self::run), with extended headers.
+    pub fn run_long(&mut self, flags: u16, command: u16, offset: u64, len: u64) -> u32 {
+        let cookie = self.ask_long(flags, command, offset, len);
+        self.plain_reply(cookie)
     }
 
     /// The errno of a request without data in its reply.
@@ -312,13 +392,18 @@ impl Client {
                 assert_eq!(cookie, wanted);
                 error
             }
+            Chunk::None { cookie } if self.extended => {
+                assert_eq!(cookie, wanted);
+                0
+            }
             other => panic!("{other:?}"),
         }
     }
 
     pub fn write(&mut self, flags: u16, offset: u64, data: &[u8]) -> u32 {
         let cookie = self.cookie();
-        let mut bytes = request(flags, WRITE, cookie, offset, data.len() as u32);
+        let flags = if self.extended { flags | PAYLOAD_LEN } else { flags };
+        let mut bytes = self.header(flags, WRITE, cookie, offset, data.len() as u64);
         bytes.extend(data);
         self.send(&bytes);
         self.plain_reply(cookie)
@@ -356,8 +441,12 @@ impl Client {
                 }
                 Chunk::Error { error: errno, .. } => error = Some(errno),
                 Chunk::Data { offset, data, .. } => parts.entry(cookie).or_default().push((offset, data)),
+                Chunk::Hole { offset, len, .. } => {
+                    assert!(len > 0);
+                    parts.entry(cookie).or_default().push((offset, vec![0; len as usize]));
+                }
                 Chunk::None { .. } => {}
-                status @ Chunk::Status { .. } => panic!("{status:?}"),
+                status @ (Chunk::Status { .. } | Chunk::LongStatus { .. }) => panic!("{status:?}"),
             }
             if !ends {
                 continue;
@@ -411,9 +500,51 @@ impl Client {
         }
     }
 
-    pub fn disconnect(mut self) {
+    /// As [`statuses`](Self::statuses), with extended headers.
+    pub fn long_statuses(&mut self, flags: u16, offset: u64, len: u64) -> Result<Vec<LongContext>, u32> {
+        let wanted = self.ask_long(flags, BLOCK_STATUS, offset, len);
+        self.long_status_reply(wanted)
+    }
+
+    /// Block status of the contexts with these identifiers.
+    pub fn status_of(&mut self, offset: u64, len: u64, ids: &[u32]) -> Result<Vec<LongContext>, u32> {
+        let mut payload = len.to_be_bytes().to_vec();
+        payload.extend(ids.iter().flat_map(|id| id.to_be_bytes()));
+        self.status_with(0, offset, &payload)
+    }
+
+    /// Block status with any payload.
+    pub fn status_with(&mut self, flags: u16, offset: u64, payload: &[u8]) -> Result<Vec<LongContext>, u32> {
         let cookie = self.cookie();
-        self.send(&request(0, DISC, cookie, 0, 0));
+        let flags = flags | PAYLOAD_LEN;
+        let mut bytes = self.header(flags, BLOCK_STATUS, cookie, offset, payload.len() as u64);
+        bytes.extend(payload);
+        self.send(&bytes);
+        self.long_status_reply(cookie)
+    }
+
+    fn long_status_reply(&mut self, wanted: u64) -> Result<Vec<LongContext>, u32> {
+        let mut contexts = Vec::new();
+        loop {
+            match self.chunk() {
+                Chunk::LongStatus { cookie, done, context, extents } => {
+                    assert_eq!(cookie, wanted);
+                    contexts.push((context, extents));
+                    if done {
+                        return Ok(contexts);
+                    }
+                }
+                Chunk::Error { cookie, error, .. } => {
+                    assert_eq!(cookie, wanted);
+                    return Err(error);
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    pub fn disconnect(mut self) {
+        self.ask(0, DISC, 0, 0);
         self.assert_closed();
     }
 }

@@ -11,6 +11,8 @@ use freestone_core::device::{
 };
 
 pub const PAGE: u64 = 4096;
+/// What a failed read leaves behind.
+pub const SPOILT: u8 = 0xEE;
 
 /// Of the calling thread.
 fn cpu_time() -> Duration {
@@ -46,6 +48,8 @@ pub struct MemDevice {
     pub cost_us: AtomicU64,
     /// Requests that a worker did, or began.
     pub by_workers: AtomicU64,
+    /// Reads that fail leave something in the buffer.
+    pub spoils: AtomicBool,
     /// The device panics on its next request.
     pub panics: AtomicBool,
     pub log: Mutex<Vec<Request>>,
@@ -88,6 +92,7 @@ impl MemDevice {
             bad_byte: AtomicU64::new(u64::MAX),
             cost_us: AtomicU64::new(0),
             by_workers: AtomicU64::new(0),
+            spoils: AtomicBool::new(false),
             panics: AtomicBool::new(false),
             log: Mutex::default(),
             prefetched: Mutex::default(),
@@ -169,6 +174,11 @@ impl MemDevice {
         let (from, to) = (request.offset as usize, (request.offset + request.len) as usize);
         let bad = self.bad_byte.load(SeqCst);
         if (request.offset..request.offset + request.len).contains(&bad) {
+            if let Buffer::Read(buffer) = buffer
+                && self.spoils.load(SeqCst)
+            {
+                buffer.fill(SPOILT);
+            }
             return Err(Error::Media);
         }
         let mut data = self.data.lock().unwrap();

@@ -4,6 +4,7 @@
 
 pub mod client;
 pub mod device;
+pub mod vast;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,6 +14,24 @@ use freestone_nbd::{Address, ExportOptions, Limits, Server, Workers};
 
 pub use client::Client;
 pub use device::MemDevice;
+
+/// What a client negotiates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Headers {
+    Simple,
+    Structured,
+    Extended,
+}
+
+impl Headers {
+    pub const ALL: [Self; 3] = [Self::Simple, Self::Structured, Self::Extended];
+}
+
+impl From<bool> for Headers {
+    fn from(structured: bool) -> Self {
+        if structured { Self::Structured } else { Self::Simple }
+    }
+}
 
 /// A server with one Unix address.
 pub struct Fixture {
@@ -42,13 +61,13 @@ impl Fixture {
     }
 
     /// With `device` as "disk", the default export.
-    pub fn serving(device: &Arc<MemDevice>) -> Self {
+    pub fn serving(device: &Arc<impl Device + 'static>) -> Self {
         let fixture = Self::new();
         fixture.publish("disk", device);
         fixture
     }
 
-    pub fn publish(&self, name: &str, device: &Arc<MemDevice>) {
+    pub fn publish(&self, name: &str, device: &Arc<impl Device + 'static>) {
         let options = ExportOptions {
             default: name == "disk",
             description: format!("this is {name}"),
@@ -62,13 +81,17 @@ impl Fixture {
         Client::connect(&self.address)
     }
 
-    /// A client in the transmission phase of "disk", with structured replies and `base:allocation`,
-    /// or without.
-    pub fn enter(&self, structured: bool) -> Client {
+    /// A client in the transmission phase of "disk", with `base:allocation` where replies have
+    /// chunks; `true` is structured replies, `false` is none.
+    pub fn enter(&self, headers: impl Into<Headers>) -> Client {
         let mut client = self.connect();
         client.greet(3);
-        if structured {
-            client.structured();
+        match headers.into() {
+            Headers::Simple => {}
+            Headers::Structured => client.structured(),
+            Headers::Extended => client.extended(),
+        }
+        if client.structured {
             client.set_context("disk");
         }
         client.go("disk");

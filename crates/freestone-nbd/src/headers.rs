@@ -1,0 +1,92 @@
+//! How requests and replies look on a connection, as it was agreed on in the handshake.
+
+use crate::proto::{
+    Chunk, DataChunk, ExtendedChunk, ExtendedDataChunk, ExtendedRequest, RequestHeader,
+    SIMPLE_REPLY_MAGIC, SimpleReply, chunk,
+};
+use crate::replies::Replies;
+
+/// Headers of requests and replies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Headers {
+    /// Compact ones; each reply is one piece.
+    Simple,
+    /// Compact ones; replies with data, and errors, come in chunks.
+    Structured,
+    /// Extended ones; all replies come in chunks.
+    Extended,
+}
+
+/// What a reply repeats of its request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tag {
+    /// Chosen by the client.
+    pub cookie: u64,
+    /// First byte; only extended headers have it.
+    pub offset: u64,
+}
+
+impl Headers {
+    /// Whether replies have chunks.
+    #[inline]
+    pub const fn have_chunks(self) -> bool {
+        !matches!(self, Self::Simple)
+    }
+
+    /// Length of a request's header in bytes.
+    #[inline]
+    pub const fn request_bytes(self) -> usize {
+        const MORE: usize = size_of::<ExtendedRequest>() - size_of::<RequestHeader>();
+        // Without a branch: it is asked for a few times of each request.
+        size_of::<RequestHeader>() + MORE * matches!(self, Self::Extended) as usize
+    }
+
+    /// Length of a chunk's header in bytes.
+    pub const fn chunk_bytes(self) -> usize {
+        match self {
+            Self::Simple | Self::Structured => size_of::<Chunk>(),
+            Self::Extended => size_of::<ExtendedChunk>(),
+        }
+    }
+
+    /// Length of what stands before data, in bytes.
+    #[inline]
+    pub const fn data_head_bytes(self) -> usize {
+        match self {
+            Self::Simple => size_of::<SimpleReply>(),
+            Self::Structured => size_of::<DataChunk>(),
+            Self::Extended => size_of::<ExtendedDataChunk>(),
+        }
+    }
+
+    /// Appends a chunk's header, for a payload of `len` bytes.
+    pub fn put_chunk(self, replies: &mut Replies, tag: Tag, kind: u16, done: bool, len: u32) {
+        match self {
+            Self::Simple | Self::Structured => replies.put(&Chunk::new(tag.cookie, kind, done, len)),
+            Self::Extended => replies.put(&ExtendedChunk::new(tag.cookie, tag.offset, kind, done, len)),
+        }
+    }
+
+    /// Appends what stands before `len` bytes of data from `offset` on, for which there is room. With
+    /// `done` they are the last of their reply.
+    #[inline]
+    pub fn put_data_head(self, replies: &mut Replies, tag: Tag, offset: u64, len: u32, done: bool) {
+        let (cookie, kind) = (tag.cookie, chunk::OFFSET_DATA);
+        match self {
+            Self::Simple => replies.put(&simple(cookie, 0)),
+            Self::Structured => {
+                let chunk = Chunk::new(cookie, kind, done, len + 8);
+                replies.put(&DataChunk { chunk, offset: offset.into() });
+            }
+            Self::Extended => {
+                let chunk = ExtendedChunk::new(cookie, tag.offset, kind, done, len + 8);
+                replies.put(&ExtendedDataChunk { chunk, offset: offset.into() });
+            }
+        }
+    }
+}
+
+/// The header of a simple reply.
+pub fn simple(cookie: u64, error: u32) -> SimpleReply {
+    SimpleReply { magic: SIMPLE_REPLY_MAGIC.into(), error: error.into(), cookie: cookie.into() }
+}

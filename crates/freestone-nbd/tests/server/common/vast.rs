@@ -1,0 +1,102 @@
+//! A device of any size that holds nothing but zeroes, and says what was asked of it.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+
+use freestone_core::device::{
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, Tried,
+};
+
+/// Reads, flushes and status are done at once.
+pub struct Vast {
+    size: u64,
+    /// Bytes of a trim or of zeroes that are done in one try; 0: they have to be submitted, and wait
+    /// for the test.
+    pub per_try: AtomicU64,
+    /// What has this byte fails.
+    pub bad_byte: AtomicU64,
+    /// Trims and zeroes that were done, or submitted.
+    pub steps: Mutex<Vec<Request>>,
+    held: Mutex<Vec<(Request, Completion)>>,
+}
+
+impl Vast {
+    pub fn new(size: u64, per_try: u64) -> Self {
+        Self {
+            size,
+            per_try: per_try.into(),
+            bad_byte: u64::MAX.into(),
+            steps: Mutex::default(),
+            held: Mutex::default(),
+        }
+    }
+
+    /// What waits for the test.
+    pub fn held(&self) -> Vec<Request> {
+        self.held.lock().unwrap().iter().map(|(request, _)| *request).collect()
+    }
+
+    /// Finishes what has waited longest.
+    pub fn release(&self) {
+        let (request, done) = self.held.lock().unwrap().remove(0);
+        done.complete(self.outcome(&request), IoBuf::empty());
+    }
+
+    fn outcome(&self, request: &Request) -> Result<()> {
+        let bad = (request.offset..request.offset + request.len).contains(&self.bad_byte.load(SeqCst));
+        if bad { Err(Error::Media) } else { Ok(()) }
+    }
+}
+
+impl Device for Vast {
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            size: self.size,
+            logical_block: 512,
+            physical_block: 4096,
+            io_min: 4096,
+            io_opt: 4096,
+            discard_granularity: 4096,
+            fast_zeroes: true,
+            volatile_cache: false,
+            padding: 0,
+            volatile_media: true,
+            rotational: false,
+            max_request: 0,
+            read_only: false,
+            zones: None,
+        }
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        request.check(&self.geometry())?;
+        match request.op {
+            Op::Read => {
+                if let Buffer::Read(buffer) = buffer {
+                    buffer.fill(0);
+                }
+                return Ok(Tried::Done);
+            }
+            Op::Write | Op::Flush => return Ok(Tried::Done),
+            Op::Discard | Op::WriteZeroes => {}
+        }
+        let per_try = self.per_try.load(SeqCst);
+        if per_try == 0 {
+            return Ok(Tried::WouldBlock);
+        }
+        let part = Request { len: request.len.min(per_try), ..*request };
+        self.outcome(&part)?;
+        self.steps.lock().unwrap().push(part);
+        Ok(if part == *request { Tried::Done } else { Tried::Partly(per_try) })
+    }
+
+    fn submit(&self, request: Request, _: IoBuf, done: Completion) {
+        self.steps.lock().unwrap().push(request);
+        self.held.lock().unwrap().push((request, done));
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        row(Extent { offset, len, kind: ExtentKind::Hole });
+        Ok(len)
+    }
+}

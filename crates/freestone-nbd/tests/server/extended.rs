@@ -1,0 +1,307 @@
+//! Extended headers: how they are agreed on, payloads, lengths of 64 bits, contexts by identifier.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+
+use crate::common::client::{
+    ACK, BLOCK_STATUS, CACHE, Chunk, DF, ERR_EXT_HEADER_REQD, ERR_INVALID, FLUSH, INFO, PAYLOAD_LEN, READ,
+    REQ_ONE, TRIM, WRITE, WRITE_ZEROES, export_info, info_data, long_request, option, request,
+};
+use crate::common::device::PAGE;
+use crate::common::{Client, Fixture, Headers, MemDevice, pattern};
+use freestone_nbd::{MAX_DESCRIPTORS, MAX_PAYLOAD_BYTES};
+
+const STRUCTURED: u32 = 8;
+const EXTENDED: u32 = 11;
+const SEND_DF: u16 = 1 << 7;
+const STATUS_PAYLOAD: u16 = 1 << 12;
+
+const EINVAL: u32 = 22;
+const ENOSPC: u32 = 28;
+const EOVERFLOW: u32 = 75;
+
+const MIB: u64 = 1 << 20;
+
+/// In the transmission phase of "disk", with these contexts.
+fn enter(fixture: &Fixture, contexts: &[&str]) -> Client {
+    let mut client = fixture.connect();
+    client.greet(3);
+    client.extended();
+    if !contexts.is_empty() {
+        assert_eq!(client.set_contexts("disk", contexts).len(), contexts.len());
+    }
+    client.go("disk");
+    client
+}
+
+fn fork(size: u64) -> Arc<MemDevice> {
+    let device = MemDevice::new(size);
+    device.forked.store(true, SeqCst);
+    device
+}
+
+#[test]
+fn they_are_agreed_on_before_or_instead_of_structured_replies() {
+    let fixture = Fixture::serving(&MemDevice::new(MIB));
+    let mut client = fixture.connect();
+    client.greet(3);
+    assert_eq!(client.outcome(EXTENDED, b"x"), ERR_INVALID);
+    assert_eq!(client.outcome(STRUCTURED, &[]), ACK);
+    assert_eq!(client.outcome(EXTENDED, &[]), ACK);
+    assert_eq!(client.outcome(STRUCTURED, &[]), ERR_EXT_HEADER_REQD);
+    assert_eq!(client.outcome(EXTENDED, &[]), ACK);
+    // What is selected is told of: also to who only asks.
+    let flags = |client: &mut Client, name: &str| {
+        let replies = client.option(6, &info_data(name, &[]));
+        assert!(replies.iter().any(|reply| reply.kind == INFO));
+        export_info(&replies).1 & (SEND_DF | STATUS_PAYLOAD)
+    };
+    assert_eq!(flags(&mut client, "disk"), SEND_DF);
+    client.set_context("disk");
+    assert_eq!(flags(&mut client, "disk"), SEND_DF | STATUS_PAYLOAD);
+    assert_eq!(flags(&mut client, ""), SEND_DF);
+    client.set_contexts("disk", &[]);
+    assert_eq!(flags(&mut client, "disk"), SEND_DF);
+    client.set_context("disk");
+    assert_eq!(client.go("disk").1 & STATUS_PAYLOAD, STATUS_PAYLOAD);
+    (client.structured, client.extended) = (true, true);
+    assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
+    client.disconnect();
+    // Without them nothing is offered, and contexts are selected after structured replies as before.
+    let mut compact = fixture.connect();
+    compact.greet(3);
+    compact.structured();
+    compact.set_context("disk");
+    assert_eq!(compact.go("disk").1 & STATUS_PAYLOAD, 0);
+    compact.disconnect();
+    // The option without an answer is no way on.
+    let mut client = fixture.connect();
+    client.greet(3);
+    client.extended();
+    client.send(&option(1, b"disk"));
+    client.assert_closed();
+    fixture.assert_sound();
+}
+
+#[test]
+fn the_other_header_ends_the_connection() {
+    let fixture = Fixture::serving(&MemDevice::new(MIB));
+    for headers in Headers::ALL {
+        let mut client = fixture.enter(headers);
+        if headers == Headers::Extended {
+            client.send(&[request(0, READ, 1, 0, 512), vec![0; 4]].concat());
+        } else {
+            client.send(&long_request(0, READ, 1, 0, 512));
+        }
+        client.assert_closed();
+    }
+    fixture.assert_sound();
+}
+
+#[test]
+fn each_command_is_answered_in_chunks() {
+    let device = MemDevice::new(8 * MIB);
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.enter(Headers::Extended);
+    let data = pattern(5, 700 << 10);
+    assert_eq!(client.write(0, 4096, &data), 0);
+    assert!(client.read(4096, 700 << 10).unwrap() == data);
+    for (command, len) in [(FLUSH, 0), (TRIM, 4096), (CACHE, 4096), (WRITE_ZEROES, 4096)] {
+        let cookie = client.ask(0, command, 0, len);
+        assert_eq!(client.chunk(), Chunk::None { cookie });
+    }
+    let cookie = client.ask(DF, READ, 4096, 4096);
+    let data = data[..4096].to_vec();
+    assert_eq!(client.chunk(), Chunk::Data { cookie, done: true, offset: 4096, data });
+    let cookie = client.ask(0, READ, 8 * MIB, 512);
+    let Chunk::Error { error, cookie: of, .. } = client.chunk() else { panic!("no error") };
+    assert_eq!((error, of), (EINVAL, cookie));
+    client.disconnect();
+    fixture.assert_sound();
+}
+
+#[test]
+fn lengths_of_64_bits() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.enter(Headers::Extended);
+    for len in [MIB + 512, 1 << 32, (1 << 32) + 512, 1 << 63, u64::MAX - 511, u64::MAX] {
+        for offset in [0, 512, u64::MAX - 511] {
+            assert_eq!(client.run_long(0, READ, offset, len), EINVAL);
+            assert_eq!(client.run_long(0, TRIM, offset, len), EINVAL);
+            assert_eq!(client.run_long(0, CACHE, offset, len), EINVAL);
+            assert_eq!(client.run_long(0, WRITE_ZEROES, offset, len), ENOSPC);
+            assert_eq!(client.run_long(0, FLUSH, offset, len), EINVAL);
+            assert_eq!(client.long_statuses(0, offset, len), Err(EINVAL));
+            assert_eq!(client.status_of(offset, len, &[1]), Err(EINVAL));
+        }
+    }
+    for command in [READ, TRIM, CACHE, WRITE_ZEROES] {
+        assert_eq!(client.run_long(0, command, 0, 0), EINVAL);
+    }
+    assert_eq!(client.long_statuses(0, 0, 0), Err(EINVAL));
+    assert_eq!(client.status_of(0, 0, &[1]), Err(EINVAL));
+    assert!(device.log.lock().unwrap().is_empty(), "nothing of it reached the device");
+    client.disconnect();
+    fixture.assert_sound();
+}
+
+#[test]
+fn a_read_is_bounded_as_before() {
+    let device = MemDevice::new(128 * MIB);
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.enter(Headers::Extended);
+    assert_eq!(client.run_long(0, READ, 0, u64::from(MAX_PAYLOAD_BYTES) + 512), EOVERFLOW);
+    assert_eq!(client.run_long(DF, READ, 0, (32 << 20) + 512), EOVERFLOW);
+    device.fill(0, &pattern(3, 64 << 20));
+    assert!(client.read(0, MAX_PAYLOAD_BYTES).unwrap() == pattern(3, 64 << 20));
+}
+
+/// Payloads where none belong, and the data of writes.
+#[test]
+fn payloads_are_taken_as_they_are_announced() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.enter(Headers::Extended);
+    // With the flag so much follows, whatever the command.
+    for command in [READ, FLUSH, TRIM, CACHE, WRITE_ZEROES, 8, 77, u16::MAX] {
+        for len in [0, 1, 4096, 700 << 10] {
+            let cookie = client.cookie();
+            let mut bytes = client.header(PAYLOAD_LEN, command, cookie, 0, len);
+            bytes.resize(bytes.len() + len as usize, 0x21);
+            client.send(&bytes);
+            assert_eq!(client.plain_reply(cookie), EINVAL, "command {command}, {len} bytes");
+        }
+    }
+    // A write that is refused takes it along.
+    assert_eq!(client.write(0, MIB - 512, &[1; 4096]), ENOSPC);
+    assert_eq!(client.write(0, 0, &[]), EINVAL);
+    assert_eq!(client.write(DF, 0, &[1; 4096]), EINVAL);
+    assert!(device.log.lock().unwrap().is_empty(), "nothing of it reached the device");
+    assert_eq!(client.write(0, 0, &[1; 4096]), 0);
+    assert_eq!(client.read(0, 4096), Ok(vec![1; 4096]));
+    // Without the flag, as QEMU's client has it, the data of a write is there all the same.
+    for (len, outcome) in [(4096, 0), (700 << 10, 0), (2 << 20, ENOSPC)] {
+        let cookie = client.cookie();
+        let mut bytes = client.header(0, WRITE, cookie, 0, len);
+        bytes.resize(bytes.len() + len as usize, 0x21);
+        client.send(&bytes);
+        assert_eq!(client.plain_reply(cookie), outcome);
+    }
+    assert_eq!(client.read(0, 4096), Ok(vec![0x21; 4096]));
+    client.disconnect();
+    // More than there may be: the server does not wait for it.
+    let more = u64::from(MAX_PAYLOAD_BYTES) + 1;
+    for (flags, command, len) in [
+        (PAYLOAD_LEN, WRITE, more),
+        (0, WRITE, u64::MAX),
+        (PAYLOAD_LEN, BLOCK_STATUS, 1 << 40),
+        (PAYLOAD_LEN, READ, more),
+    ] {
+        let mut client = fixture.enter(Headers::Extended);
+        client.ask_long(flags, command, 0, len);
+        client.assert_closed();
+    }
+    fixture.assert_sound();
+}
+
+#[test]
+fn the_payload_of_a_block_status() {
+    let device = fork(MIB);
+    device.fill(4096, &[1; 4096]);
+    let fixture = Fixture::serving(&device);
+    let both = ["base:allocation", "freestone:changed"];
+    let mut client = enter(&fixture, &both);
+    let holes = (1, vec![(PAGE, 3), (PAGE, 0), (MIB - 2 * PAGE, 3)]);
+    let own = (2, vec![(PAGE, 0), (PAGE, 1), (MIB - 2 * PAGE, 0)]);
+    assert_eq!(client.long_statuses(0, 0, MIB), Ok(vec![holes.clone(), own.clone()]));
+    assert_eq!(client.status_of(0, MIB, &[1]), Ok(vec![holes.clone()]));
+    assert_eq!(client.status_of(0, MIB, &[2]), Ok(vec![own.clone()]));
+    for ids in [[1, 2], [2, 1]] {
+        assert_eq!(client.status_of(0, MIB, &ids), Ok(vec![holes.clone(), own.clone()]));
+    }
+    let one = [&PAGE.to_be_bytes()[..], &[0, 0, 0, 2]].concat();
+    assert_eq!(client.status_with(REQ_ONE, 4096, &one), Ok(vec![(2, vec![(PAGE, 1)])]));
+    // Unknown ones, the same twice, none.
+    for ids in [&[0][..], &[3], &[1, 3], &[1, 1], &[2, 1, 2], &[1; 100], &[u32::MAX], &[]] {
+        assert_eq!(client.status_of(0, MIB, ids), Err(EINVAL), "{ids:?}");
+    }
+    // Lengths that are none.
+    let good = [&MIB.to_be_bytes()[..], &[0, 0, 0, 1, 0, 0, 0, 2]].concat();
+    for len in [0, 1, 7, 8, 9, 11, 13, 15] {
+        assert_eq!(client.status_with(0, 0, &good[..len]), Err(EINVAL), "{len} bytes");
+    }
+    for len in [17, 20, 4096, 1 << 20] {
+        let mut long = good.clone();
+        long.resize(len, 0);
+        assert_eq!(client.status_with(0, 0, &long), Err(EINVAL), "{len} bytes");
+    }
+    assert_eq!(client.status_with(DF, 0, &good), Err(EINVAL));
+    // Byte by byte.
+    let cookie = client.cookie();
+    let bytes = client.header(PAYLOAD_LEN, BLOCK_STATUS, cookie, 0, 12);
+    for byte in [bytes, MIB.to_be_bytes().to_vec(), vec![0, 0, 0, 2]].concat() {
+        client.send(&[byte]);
+    }
+    let (context, extents) = own;
+    assert_eq!(client.chunk(), Chunk::LongStatus { cookie, done: true, context, extents });
+    client.disconnect();
+    // Only what was selected, of what there is.
+    let mut one = enter(&fixture, &both[1..]);
+    assert_eq!(one.status_of(0, MIB, &[1]), Err(EINVAL));
+    assert_eq!(one.status_of(0, MIB, &[2]).unwrap().len(), 1);
+    one.disconnect();
+    let mut none = enter(&fixture, &[]);
+    assert_eq!(none.status_of(0, MIB, &[1]), Err(EINVAL));
+    assert_eq!(none.long_statuses(0, 0, MIB), Err(EINVAL));
+    none.disconnect();
+    fixture.assert_sound();
+}
+
+#[test]
+fn descriptors_are_bounded() {
+    let pages = 2 * MAX_DESCRIPTORS as u64 + 2;
+    let device = fork(pages * PAGE);
+    for page in (0..pages).step_by(2) {
+        device.fill(page * PAGE, &[1; 4096]);
+    }
+    let fixture = Fixture::serving(&device);
+    let mut client = enter(&fixture, &["base:allocation", "freestone:changed"]);
+    // Many replies at once, so that they also meet the end of the reply buffer.
+    let cookies: Vec<_> = (0..20).map(|_| client.ask_long(0, BLOCK_STATUS, 0, pages * PAGE)).collect();
+    for wanted in cookies {
+        for (id, flags) in [(1, [0, 3]), (2, [1, 0])] {
+            let chunk = client.chunk();
+            let Chunk::LongStatus { cookie, context, extents, done } = chunk else { panic!("{chunk:?}") };
+            assert_eq!((cookie, context, done), (wanted, id, id == 2));
+            assert_eq!(extents.len(), MAX_DESCRIPTORS);
+            assert!(extents.chunks(2).all(|pair| pair == [(PAGE, flags[0]), (PAGE, flags[1])]));
+        }
+    }
+    client.disconnect();
+}
+
+#[test]
+fn requests_at_once_and_a_client_that_cuts_them() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    let mut session = Vec::new();
+    for i in 0..64_u64 {
+        session.extend(long_request(PAYLOAD_LEN, WRITE, 2 * i, i * 4096, 4096));
+        session.extend(pattern(i, 4096));
+        session.extend(long_request(0, READ, 2 * i + 1, i * 4096, 4096));
+    }
+    let mut client = fixture.enter(Headers::Extended);
+    client.send(&session);
+    for i in 0..64_u64 {
+        assert_eq!(client.chunk(), Chunk::None { cookie: 2 * i });
+        let data = pattern(i, 4096);
+        assert_eq!(client.chunk(), Chunk::Data { cookie: 2 * i + 1, done: true, offset: i * 4096, data });
+    }
+    for at in (0..200).chain(4090..4200) {
+        let mut client = fixture.enter(Headers::Extended);
+        client.send(&session[..at]);
+    }
+    client.disconnect();
+    fixture.assert_sound();
+}

@@ -1,0 +1,216 @@
+//! Trims and zeroes of ranges beyond all bounds of other requests.
+
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
+
+use crate::common::client::{DISC, FLUSH, NO_HOLE, REQ_ONE, TRIM, WRITE_ZEROES};
+use crate::common::vast::Vast;
+use crate::common::{Client, Fixture, Headers, eventually};
+use freestone_core::device::{Op, Request};
+use freestone_nbd::{Address, END_GRACE, MAX_SWEEPS, STEP_BYTES};
+
+const GIB: u64 = 1 << 30;
+const HUGE: u64 = 1 << 60;
+const EIO: u32 = 5;
+const ESHUTDOWN: u32 = 108;
+
+fn serving(size: u64, per_try: u64) -> (Fixture, Arc<Vast>, Client) {
+    let device = Arc::new(Vast::new(size, per_try));
+    let fixture = Fixture::serving(&device);
+    let client = fixture.enter(Headers::Extended);
+    (fixture, device, client)
+}
+
+/// That these are the steps of one range, in order.
+fn assert_covered(steps: &[Request], op: Op, offset: u64, len: u64) {
+    let mut at = offset;
+    for step in steps {
+        assert_eq!((step.op, step.offset), (op, at));
+        at += step.len;
+    }
+    assert_eq!(at, offset + len);
+}
+
+#[test]
+fn the_whole_of_a_vast_device_at_once() {
+    let (fixture, device, mut client) = serving(HUGE, HUGE);
+    assert_eq!(client.long_statuses(0, 0, HUGE), Ok(vec![(1, vec![(HUGE, 3)])]));
+    assert_eq!(client.long_statuses(REQ_ONE, 1, HUGE - 1), Ok(vec![(1, vec![(HUGE - 1, 3)])]));
+    for command in [TRIM, WRITE_ZEROES] {
+        assert_eq!(client.run_long(0, command, 0, HUGE), 0);
+        assert_eq!(client.run_long(NO_HOLE * (command - TRIM) / 2, command, 512, HUGE - 512), 0);
+    }
+    assert_eq!(device.steps.lock().unwrap().len(), 4, "a device that does all of it at once is let do it");
+    client.disconnect();
+    fixture.assert_sound();
+}
+
+#[test]
+fn what_comes_behind_is_served_meanwhile() {
+    for headers in [Headers::Structured, Headers::Extended] {
+        let device = Arc::new(Vast::new(64 * GIB, 0));
+        let fixture = Fixture::serving(&device);
+        let mut client = fixture.enter(headers);
+        let (offset, len) = (512, 3 * GIB + 1024);
+        for (command, op) in [(TRIM, Op::Discard), (WRITE_ZEROES, Op::WriteZeroes)] {
+            device.steps.lock().unwrap().clear();
+            let sweep = client.ask_long(0, command, offset, len);
+            for step in 0.. {
+                eventually(|| device.held().len() == 1 || step == 13);
+                assert_eq!(client.read(GIB, 512), Ok(vec![0; 512]));
+                assert_eq!(client.run(0, FLUSH, 0, 0), 0);
+                if step == 13 {
+                    break;
+                }
+                assert!(device.held()[0].len <= STEP_BYTES);
+                if step == 12 {
+                    device.release();
+                    assert_eq!(client.plain_reply(sweep), 0);
+                } else {
+                    device.release();
+                }
+            }
+            assert_covered(&device.steps.lock().unwrap(), op, offset, len);
+        }
+        client.disconnect();
+        fixture.assert_sound();
+    }
+}
+
+#[test]
+fn steps_that_are_done_at_once_hold_up_nobody() {
+    // So many steps that the test would never end if one had to wait for all.
+    let (fixture, device, mut client) = serving(HUGE, 1 << 20);
+    client.ask_long(0, WRITE_ZEROES, 0, HUGE);
+    let mut bystander = fixture.enter(Headers::Structured);
+    for round in 0..100 {
+        assert_eq!(client.read(round * GIB, 512), Ok(vec![0; 512]));
+        assert_eq!(client.run(0, TRIM, 0, 4096), 0);
+        assert_eq!(bystander.read(round * GIB, 512), Ok(vec![0; 512]));
+    }
+    // The client goes, and with it what it had asked for.
+    drop(client);
+    eventually(|| fixture.server.stats().connections == 1);
+    let steps = device.steps.lock().unwrap().len();
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(device.steps.lock().unwrap().len(), steps);
+    bystander.disconnect();
+    fixture.assert_sound();
+}
+
+#[test]
+fn nothing_more_is_begun_for_a_client_that_has_gone() {
+    let (fixture, device, mut client) = serving(HUGE, 0);
+    client.ask_long(0, TRIM, 0, HUGE);
+    eventually(|| device.held().len() == 1);
+    drop(client);
+    // What the device has is waited for.
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(fixture.server.stats().connections, 1);
+    device.release();
+    fixture.assert_no_connections();
+    assert_eq!(device.steps.lock().unwrap().len(), 1);
+}
+
+#[test]
+fn who_only_says_no_more_is_told() {
+    for per_try in [0, 1 << 20] {
+        let device = Arc::new(Vast::new(HUGE, per_try));
+        let fixture = Fixture::serving(&device);
+        let Address::Unix(path) = &fixture.address else { panic!("a Unix address") };
+        let stream = UnixStream::connect(path).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        let mut client = Client::over(Box::new(stream.try_clone().unwrap()));
+        client.greet(3);
+        client.extended();
+        client.go("disk");
+        let sweep = client.ask_long(0, WRITE_ZEROES, 0, HUGE);
+        eventually(|| !device.steps.lock().unwrap().is_empty());
+        stream.shutdown(Shutdown::Write).unwrap();
+        if per_try == 0 {
+            std::thread::sleep(Duration::from_millis(20));
+            device.release();
+        }
+        assert_eq!(client.plain_reply(sweep), ESHUTDOWN);
+        client.assert_closed();
+        fixture.assert_no_connections();
+    }
+}
+
+#[test]
+fn who_disconnects_in_order_has_it_done() {
+    let (fixture, device, mut client) = serving(64 * GIB, 1 << 20);
+    let sweep = client.ask_long(0, TRIM, 0, 64 * GIB);
+    client.ask(0, DISC, 0, 0);
+    assert_eq!(client.plain_reply(sweep), 0);
+    client.assert_closed();
+    assert_covered(&device.steps.lock().unwrap(), Op::Discard, 0, 64 * GIB);
+    fixture.assert_sound();
+}
+
+#[test]
+fn a_failure_ends_it() {
+    for per_try in [0, 1 << 26] {
+        let (fixture, device, mut client) = serving(HUGE, per_try);
+        device.bad_byte.store(GIB, SeqCst);
+        let sweep = client.ask_long(0, WRITE_ZEROES, 0, HUGE);
+        for _ in 0..if per_try == 0 { 5 } else { 0 } {
+            eventually(|| device.held().len() == 1);
+            device.release();
+        }
+        assert_eq!(client.plain_reply(sweep), EIO);
+        assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
+        assert!(device.held().is_empty());
+        client.disconnect();
+        fixture.assert_sound();
+    }
+}
+
+#[test]
+fn so_many_at_a_time_and_the_others_in_turn() {
+    let (fixture, device, mut client) = serving(HUGE, 0);
+    let len = 2 * STEP_BYTES;
+    let cookies: Vec<_> =
+        (0..2 * MAX_SWEEPS as u64).map(|at| client.ask_long(0, TRIM, at * len, len)).collect();
+    let flush = client.ask(0, FLUSH, 0, 0);
+    eventually(|| device.held().len() == MAX_SWEEPS);
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(device.held().len(), MAX_SWEEPS);
+    let mut answered = Vec::new();
+    std::thread::scope(|scope| {
+        let ended = scope.spawn(|| {
+            for _ in 0..4 * MAX_SWEEPS {
+                eventually(|| !device.held().is_empty());
+                assert!(device.held().len() <= MAX_SWEEPS);
+                device.release();
+            }
+        });
+        for _ in 0..=2 * MAX_SWEEPS {
+            let chunk = client.chunk();
+            answered.push(chunk.cookie());
+        }
+        ended.join().unwrap();
+    });
+    assert!(answered.iter().position(|cookie| *cookie == flush) >= Some(MAX_SWEEPS));
+    answered.retain(|cookie| *cookie != flush);
+    answered.sort_unstable();
+    assert_eq!(answered, cookies);
+    client.disconnect();
+    fixture.assert_sound();
+}
+
+#[test]
+fn a_server_that_stops_waits_no_longer_than_for_others() {
+    let (fixture, device, mut client) = serving(HUGE, 1 << 20);
+    client.ask_long(0, TRIM, 0, HUGE);
+    eventually(|| !device.steps.lock().unwrap().is_empty());
+    assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
+    let began = Instant::now();
+    fixture.server.unpublish("disk", true).unwrap();
+    fixture.assert_no_connections();
+    assert!(began.elapsed() < END_GRACE * 4, "{:?}", began.elapsed());
+    client.assert_closed();
+}
