@@ -80,6 +80,7 @@ pub mod word_lock;
 #[cfg(not(loom))]
 pub mod work_queue;
 pub mod workers;
+pub mod zeroes;
 
 #[cfg(loom)]
 pub mod percpu {

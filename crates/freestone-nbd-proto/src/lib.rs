@@ -422,6 +422,16 @@ pub struct ExtendedDataChunk {
     pub offset: U64,
 }
 
+/// Payload of a chunk of zeroes.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct HolePayload {
+    /// First byte on the export.
+    pub offset: U64,
+    /// How many bytes.
+    pub len: U32,
+}
+
 /// Payload of an error chunk, before its message.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
@@ -474,6 +484,7 @@ const _: () = {
     assert!(size_of::<SimpleReply>() == 16);
     assert!(size_of::<Chunk>() == 20);
     assert!(size_of::<DataChunk>() == 28);
+    assert!(size_of::<HolePayload>() == 12);
     assert!(size_of::<ErrorPayload>() == 6);
     assert!(size_of::<Descriptor>() == 8);
     assert!(size_of::<ExtendedRequest>() == 32);

@@ -1,10 +1,15 @@
 //! How requests and replies look on a connection, as it was agreed on in the handshake.
 
+use freestone_core::zeroes::are_zeroes;
+
 use crate::proto::{
-    Chunk, DataChunk, ExtendedChunk, ExtendedDataChunk, ExtendedRequest, RequestHeader,
+    Chunk, DataChunk, ExtendedChunk, ExtendedDataChunk, ExtendedRequest, HolePayload, RequestHeader,
     SIMPLE_REPLY_MAGIC, SimpleReply, chunk,
 };
 use crate::replies::Replies;
+
+/// Data of fewer bytes goes as it is: the message that it is zeroes would hardly be shorter.
+const HOLE_MIN_BYTES: usize = 512;
 
 /// Headers of requests and replies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,6 +62,25 @@ impl Headers {
             Self::Structured => size_of::<DataChunk>(),
             Self::Extended => size_of::<ExtendedDataChunk>(),
         }
+    }
+
+    /// Length in bytes of a chunk that tells of zeroes.
+    pub const fn hole_bytes(self) -> usize {
+        self.chunk_bytes() + size_of::<HolePayload>()
+    }
+
+    /// Whether this data, which was read for one chunk, is told as a hole. Who has data pays a look
+    /// at both of its ends; a scan of zeroes costs less than it takes to send them.
+    #[inline]
+    pub fn is_hole(self, data: &[u8]) -> bool {
+        self.have_chunks() && data.len() >= HOLE_MIN_BYTES && are_zeroes(data)
+    }
+
+    /// Appends a chunk that says that `len` bytes from `offset` on are zeroes.
+    pub fn put_hole(self, replies: &mut Replies, tag: Tag, offset: u64, len: u32, done: bool) {
+        let payload = HolePayload { offset: offset.into(), len: len.into() };
+        self.put_chunk(replies, tag, chunk::OFFSET_HOLE, done, size_of::<HolePayload>() as u32);
+        replies.put(&payload);
     }
 
     /// Appends a chunk's header, for a payload of `len` bytes.

@@ -251,8 +251,12 @@ impl Session<'_> {
                         }
                     };
                     let (replies, offset) = (&mut self.replies, request.offset);
-                    self.headers.put_data_head(replies, tag, offset, len as u32, done);
-                    replies.commit(start + head + len);
+                    if self.headers.is_hole(replies.space(start + head, len)) {
+                        self.headers.put_hole(replies, tag, offset, len as u32, done);
+                    } else {
+                        self.headers.put_data_head(replies, tag, offset, len as u32, done);
+                        replies.commit(start + head + len);
+                    }
                     self.tally.replies += u64::from(done);
                     if let Some((slot, _)) = part {
                         if done {

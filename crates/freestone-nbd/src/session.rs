@@ -536,6 +536,13 @@ impl Session<'_> {
 
     /// Data of a read, from an owned buffer.
     pub(crate) fn reply_data(&mut self, tag: Tag, offset: u64, data: IoBuf, done: bool) -> Result<(), Lost> {
+        if self.headers.is_hole(&data) {
+            self.replies.reserve(self.link.socket(), self.headers.hole_bytes())?;
+            self.headers.put_hole(&mut self.replies, tag, offset, data.len() as u32, done);
+            self.replies.buffers.give(data);
+            self.tally.replies += u64::from(done);
+            return Ok(());
+        }
         let room = self.headers.data_head_bytes() + Replies::room_for_owned(data.len());
         self.replies.reserve(self.link.socket(), room)?;
         self.headers.put_data_head(&mut self.replies, tag, offset, data.len() as u32, done);

@@ -7,6 +7,7 @@ mod contexts;
 mod extended;
 mod garbage;
 mod handshake;
+mod holes;
 mod listening;
 mod sweeps;
 mod templates;

@@ -11,6 +11,7 @@
 //!
 //! The pages of a delta lie in its chunks in their order, 128 in each, without those that are zeroes.
 
+use freestone_core::zeroes::are_zeroes;
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -52,16 +53,11 @@ pub type PageHash = [u8; 16];
 
 /// The hash of a page.
 pub fn page_hash(naming: &Naming, page: &[u8]) -> PageHash {
-    if is_zero(page) {
+    if are_zeroes(page) {
         return PageHash::default();
     }
     let Name(hash) = naming.name(Kind::Page, &[page]);
     hash[..PAGE_HASH_BYTES].try_into().unwrap_or_default()
-}
-
-/// Whether all bytes of whole pages are 0.
-pub fn is_zero(pages: &[u8]) -> bool {
-    pages.as_chunks::<64>().0.iter().all(|line| line.iter().fold(0, |all, byte| all | byte) == 0)
 }
 
 /// Where a page lies, as one map says.
@@ -333,8 +329,8 @@ mod tests {
     fn pages_of_zeroes_have_no_hash() {
         let naming = super::super::domain::Domain::new(None, false, super::super::domain::GRACE).0.naming;
         let mut page = [0; PAGE];
-        assert!(is_zero(&page) && page_hash(&naming, &page) == PageHash::default());
+        assert!(are_zeroes(&page) && page_hash(&naming, &page) == PageHash::default());
         page[PAGE - 1] = 1;
-        assert!(!is_zero(&page) && page_hash(&naming, &page) != PageHash::default());
+        assert!(!are_zeroes(&page) && page_hash(&naming, &page) != PageHash::default());
     }
 }

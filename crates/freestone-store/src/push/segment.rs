@@ -6,12 +6,13 @@ use std::collections::HashMap;
 
 use freestone_core::device::Blocking as _;
 use freestone_core::mutants::{self, Mutant};
+use freestone_core::zeroes::are_zeroes;
 
 use super::Work;
 use super::changed::{Old, own, with_data};
 use crate::format::bitmap::Bitmap;
 use crate::format::manifest::{DEPTH_MAX, MapRef};
-use crate::format::map::{ChunkRef, Hashes, Map, PageHash, is_zero, page_hash};
+use crate::format::map::{ChunkRef, Hashes, Map, PageHash, page_hash};
 use crate::format::name::{Kind, Name};
 use crate::format::{CHUNK_BYTES, CHUNK_PAGES, PAGE, SEGMENT_CHUNKS, SEGMENT_PAGES};
 use crate::parallel;
@@ -196,7 +197,7 @@ impl Task<'_> {
             }
             let mut pages = vec![0; count * PAGE];
             self.read(first, &mut pages)?;
-            if is_zero(&pages) {
+            if are_zeroes(&pages) {
                 return Ok(());
             }
             let mut hashes: Vec<_> = pages.chunks(PAGE).map(|page| page_hash(naming, page)).collect();

@@ -1,0 +1,169 @@
+//! What a read's reply carries: zeroes as holes where chunks can tell of them, and nothing that is not
+//! its own.
+
+use std::sync::atomic::Ordering::SeqCst;
+
+use crate::common::client::{BLOCK_STATUS, Chunk, DF, READ, REQ_ONE};
+use crate::common::device::{Manner, SPOILT};
+use crate::common::{Client, Fixture, Headers, MemDevice, eventually, pattern};
+
+const EIO: u32 = 5;
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+
+/// The chunks of a read, in their order on the device: offset, and data or the length of a hole.
+fn read(client: &mut Client, flags: u16, offset: u64, len: u32) -> Vec<(u64, Result<Vec<u8>, u32>)> {
+    let wanted = client.ask(flags, READ, offset, len);
+    let mut parts = Vec::new();
+    loop {
+        let chunk = client.chunk();
+        assert_eq!(chunk.cookie(), wanted);
+        let ends = chunk.ends();
+        match chunk {
+            Chunk::Data { offset, data, .. } => parts.push((offset, Ok(data))),
+            Chunk::Hole { offset, len, .. } => parts.push((offset, Err(len))),
+            Chunk::None { .. } => {}
+            other => panic!("{other:?}"),
+        }
+        if ends {
+            parts.sort_by_key(|(offset, _)| *offset);
+            return parts;
+        }
+    }
+}
+
+#[test]
+fn pieces_that_are_zeroes_are_told_as_holes() {
+    let device = MemDevice::new(8 * MIB);
+    let fixture = Fixture::serving(&device);
+    let data = pattern(3, 4096);
+    device.fill(MIB, &data);
+    for headers in [Headers::Structured, Headers::Extended] {
+        for manner in [Manner::Inline, Manner::Thread] {
+            device.set(manner);
+            let mut client = fixture.enter(headers);
+            // One piece, one hole; also where it must be one chunk.
+            for flags in [0, DF] {
+                assert_eq!(read(&mut client, flags, 512, 4096), [(512, Err(4096))]);
+                assert_eq!(read(&mut client, flags, 1, 700), [(1, Err(700))]);
+                assert_eq!(read(&mut client, flags, MIB, 4096), [(MIB, Ok(data.clone()))]);
+            }
+            assert_eq!(read(&mut client, DF, 0, 1 << 20), [(0, Err(1 << 20))]);
+            // Short ones go as they are.
+            assert_eq!(read(&mut client, 0, 0, 511), [(0, Ok(vec![0; 511]))]);
+            // Of a large read each piece is one or the other.
+            let parts = read(&mut client, 0, MIB - 512 * KIB, 1 << 20);
+            let told: Vec<_> = parts.iter().map(|(at, part)| (at / KIB, part.is_ok())).collect();
+            assert_eq!(told, [(512, false), (768, false), (1024, true), (1280, false)]);
+            // With data anywhere in it, what must be one chunk is data.
+            let all = read(&mut client, DF, 0, 2 << 20);
+            let Ok(all) = &all[0].1 else { panic!("a hole over data") };
+            assert!(all[..1 << 20].iter().all(|byte| *byte == 0) && all[1 << 20..][..4096] == data);
+            client.disconnect();
+        }
+        device.set(Manner::Inline);
+    }
+    let mut simple = fixture.enter(Headers::Simple);
+    assert_eq!(simple.read(0, 4096), Ok(vec![0; 4096]));
+}
+
+#[test]
+fn a_single_byte_is_data() {
+    let device = MemDevice::new(MIB);
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.enter(Headers::Structured);
+    for at in [0, 1, 63, 64, 2048, 4032, 4094, 4095] {
+        let mut page = vec![0; 4096];
+        page[at] = 1;
+        device.fill(0, &page);
+        assert_eq!(read(&mut client, 0, 0, 4096), [(0, Ok(page))]);
+        assert_eq!(read(&mut client, 0, 4096, 4096), [(4096, Err(4096))]);
+    }
+}
+
+#[test]
+fn holes_are_not_sent_as_bytes() {
+    let device = MemDevice::new(64 * MIB);
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.enter(Headers::Structured);
+    let before = fixture.server.stats().sent_bytes;
+    assert_eq!(client.read(0, 64 << 20).unwrap().len(), 64 << 20);
+    eventually(|| fixture.server.stats().sent_bytes > before);
+    let sent = fixture.server.stats().sent_bytes - before;
+    assert!(sent <= 256 * 40, "{sent} bytes for 256 pieces");
+}
+
+/// A device that leaves something in the buffer of a read that fails, at once or later, alone or
+/// as a part: none of it is in a reply, and what follows is as it should be.
+#[test]
+fn what_a_failed_read_leaves_is_in_no_reply() {
+    let device = MemDevice::new(8 * MIB);
+    let fixture = Fixture::serving(&device);
+    device.spoils.store(true, SeqCst);
+    let data = pattern(9, 2 << 20);
+    device.fill(0, &data);
+    for headers in Headers::ALL {
+        for (manner, per_try) in [(Manner::Inline, 0), (Manner::Inline, 8 * KIB), (Manner::Thread, 0)] {
+            device.set(manner);
+            device.per_try.store(per_try, SeqCst);
+            let mut client = fixture.enter(headers);
+            for len in [512, 4096, 100 << 10, 256 << 10, 700 << 10, 2 << 20] {
+                device.bad_byte.store(u64::from(len) - 1, SeqCst);
+                for flags in if client.structured { &[0, DF][..] } else { &[0] } {
+                    let wanted = client.ask(*flags, READ, 0, len);
+                    loop {
+                        match client.chunk() {
+                            Chunk::Data { cookie, offset, data: part, .. } => {
+                                assert_eq!(cookie, wanted);
+                                assert!(part == data[offset as usize..][..part.len()]);
+                            }
+                            Chunk::Error { cookie, error, text } => {
+                                assert_eq!((cookie, error, &text[..]), (wanted, EIO, "I/O error"));
+                                break;
+                            }
+                            Chunk::Simple { cookie, error } => {
+                                assert_eq!((cookie, error), (wanted, EIO));
+                                break;
+                            }
+                            other => panic!("{other:?}"),
+                        }
+                    }
+                }
+                device.bad_byte.store(u64::MAX, SeqCst);
+                // In the buffers that held it.
+                assert!(client.read(0, len).unwrap() == data[..len as usize]);
+                assert_eq!(client.read(4 * MIB, len), Ok(vec![0; len as usize]));
+            }
+            assert!(!data.iter().all(|byte| *byte == SPOILT));
+            client.disconnect();
+        }
+    }
+}
+
+/// Descriptors of one context, when the other has none: they are not sent.
+#[test]
+fn a_status_that_fails_halfway_leaves_no_bytes() {
+    let device = MemDevice::new(MIB);
+    device.forked.store(true, SeqCst);
+    for page in (0..200).step_by(2) {
+        device.fill(page * 4096, &[7; 4096]);
+    }
+    let fixture = Fixture::serving(&device);
+    let mut client = fixture.connect();
+    client.greet(3);
+    client.extended();
+    assert_eq!(client.set_contexts("disk", &["base:allocation", "freestone:changed"]).len(), 2);
+    client.go("disk");
+    // The second one fails.
+    device.bad_byte.store(1, SeqCst);
+    let mut cookies = Vec::new();
+    for flags in [0, REQ_ONE] {
+        cookies.push(client.ask(flags, BLOCK_STATUS, 0, 1 << 20));
+    }
+    for wanted in cookies {
+        let Chunk::Error { cookie, text, .. } = client.chunk() else { panic!("no error") };
+        assert_eq!((cookie, &text[..]), (wanted, "the device is gone"));
+    }
+    assert_eq!(client.read(4096, 4096), Ok(vec![0; 4096]));
+    client.disconnect();
+}
