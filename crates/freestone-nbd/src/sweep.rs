@@ -84,6 +84,10 @@ impl Session<'_> {
         if self.link.queue().is_ended() {
             return Err(Lost);
         }
+        if self.sweeps.ended || self.has_gone() {
+            self.sweeps.ended = true;
+            return self.swept(slot, rest);
+        }
         match self.device.try_io(&rest, Buffer::None) {
             Ok(Tried::Done) => self.swept(slot, rest.rest(rest.len)),
             Ok(Tried::Partly(bytes)) => self.swept(slot, rest.rest(bytes)),

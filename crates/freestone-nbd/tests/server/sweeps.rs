@@ -115,6 +115,24 @@ fn nothing_more_is_begun_for_a_client_that_has_gone() {
     assert_eq!(device.steps.lock().unwrap().len(), 1);
 }
 
+/// Also where so many are under way that no more of what it sent is read.
+#[test]
+fn a_client_that_goes_is_noticed_behind_many() {
+    for per_try in [0, 1 << 20] {
+        let (fixture, device, mut client) = serving(HUGE, per_try);
+        for _ in 0..3 * MAX_SWEEPS {
+            client.ask_long(0, WRITE_ZEROES, 0, HUGE);
+        }
+        eventually(|| device.steps.lock().unwrap().len() >= MAX_SWEEPS);
+        drop(client);
+        for _ in 0..if per_try == 0 { MAX_SWEEPS } else { 0 } {
+            device.release();
+        }
+        fixture.assert_no_connections();
+        assert!(device.held().is_empty());
+    }
+}
+
 #[test]
 fn who_only_says_no_more_is_told() {
     for per_try in [0, 1 << 20] {
