@@ -44,7 +44,7 @@ impl Session<'_> {
 
     /// Requests behind the read whose header is the first of the input, if reads follow.
     fn reads_behind(&self) -> u64 {
-        let header = self.headers.request_bytes();
+        let header = self.header_bytes;
         let behind = self.input.data().get(header..).unwrap_or_default();
         let next = if self.headers == Headers::Extended {
             ExtendedRequest::ref_from_prefix(behind).ok().map(|(next, _)| next.command.get())

@@ -39,11 +39,11 @@ impl Headers {
     }
 
     /// Length of a request's header in bytes.
-    #[inline]
     pub const fn request_bytes(self) -> usize {
-        const MORE: usize = size_of::<ExtendedRequest>() - size_of::<RequestHeader>();
-        // Without a branch: it is asked for a few times of each request.
-        size_of::<RequestHeader>() + MORE * matches!(self, Self::Extended) as usize
+        match self {
+            Self::Simple | Self::Structured => size_of::<RequestHeader>(),
+            Self::Extended => size_of::<ExtendedRequest>(),
+        }
     }
 
     /// Length of a chunk's header in bytes.
@@ -55,7 +55,6 @@ impl Headers {
     }
 
     /// Length of what stands before data, in bytes.
-    #[inline]
     pub const fn data_head_bytes(self) -> usize {
         match self {
             Self::Simple => size_of::<SimpleReply>(),
@@ -71,9 +70,21 @@ impl Headers {
 
     /// Whether this data, which was read for one chunk, is told as a hole. Who has data pays a look
     /// at both of its ends; a scan of zeroes costs less than it takes to send them.
-    #[inline]
     pub fn is_hole(self, data: &[u8]) -> bool {
         self.have_chunks() && data.len() >= HOLE_MIN_BYTES && are_zeroes(data)
+    }
+
+    /// Appends a chunk of `len` bytes of data, which lie in the replies behind the place of its head; or
+    /// of a hole, where they are zeroes. Apart, as replies without chunks are to be short.
+    #[inline(never)]
+    pub fn put_chunk_of_data(self, replies: &mut Replies, tag: Tag, offset: u64, len: usize, done: bool) {
+        let data = replies.position() + self.data_head_bytes();
+        if self.is_hole(replies.space(data, len)) {
+            self.put_hole(replies, tag, offset, len as u32, done);
+        } else {
+            self.put_data_head(replies, tag, offset, len as u32, done);
+            replies.commit(data + len);
+        }
     }
 
     /// Appends a chunk that says that `len` bytes from `offset` on are zeroes.
@@ -93,7 +104,6 @@ impl Headers {
 
     /// Appends what stands before `len` bytes of data from `offset` on, for which there is room. With
     /// `done` they are the last of their reply.
-    #[inline]
     pub fn put_data_head(self, replies: &mut Replies, tag: Tag, offset: u64, len: u32, done: bool) {
         let (cookie, kind) = (tag.cookie, chunk::OFFSET_DATA);
         match self {

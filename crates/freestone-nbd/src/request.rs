@@ -8,7 +8,7 @@ use zerocopy::FromBytes;
 use crate::errno::{Action, Errno, Failure};
 use crate::flight::MAX_IN_FLIGHT_BYTES;
 use crate::handshake::max_payload;
-use crate::headers::{Headers, Tag};
+use crate::headers::{Headers, Tag, simple};
 use crate::input::RECEIVE_BUFFER_BYTES;
 use crate::proto::{
     CommandFlags, EXTENDED_REQUEST_MAGIC, ExtendedRequest, MAX_PAYLOAD_BYTES, REQUEST_MAGIC, RequestHeader,
@@ -111,7 +111,7 @@ impl Session<'_> {
 
     /// Consumes the header and counts the request, which is answered from here on.
     pub(crate) fn accept(&mut self) {
-        self.input.consume(self.headers.request_bytes());
+        self.input.consume(self.header_bytes);
         self.tally.requests += 1;
     }
 
@@ -233,7 +233,7 @@ impl Session<'_> {
         part: Option<(usize, bool)>,
     ) -> Result<Step, Lost> {
         let len = request.len as usize;
-        let head = self.headers.data_head_bytes();
+        let head = self.data_head_bytes;
         self.replies.reserve(self.link.socket(), head + len)?;
         let mut rest = request;
         loop {
@@ -250,12 +250,11 @@ impl Session<'_> {
                             last && operation.parts == 0 && operation.failure.is_none()
                         }
                     };
-                    let (replies, offset) = (&mut self.replies, request.offset);
-                    if self.headers.is_hole(replies.space(start + head, len)) {
-                        self.headers.put_hole(replies, tag, offset, len as u32, done);
+                    if self.headers.have_chunks() {
+                        self.headers.put_chunk_of_data(&mut self.replies, tag, request.offset, len, done);
                     } else {
-                        self.headers.put_data_head(replies, tag, offset, len as u32, done);
-                        replies.commit(start + head + len);
+                        self.replies.put(&simple(tag.cookie, 0));
+                        self.replies.commit(start + head + len);
                     }
                     self.tally.replies += u64::from(done);
                     if let Some((slot, _)) = part {
@@ -330,7 +329,7 @@ impl Session<'_> {
         if is_large && let Some(step) = self.write_apart(tag, request) {
             return Ok(step);
         }
-        let all = self.headers.request_bytes() + request.len as usize;
+        let all = self.header_bytes + request.len as usize;
         if self.input.data().len() < all {
             return Ok(Step::Input(all));
         }
@@ -348,7 +347,7 @@ impl Session<'_> {
     fn write_apart(&mut self, tag: Tag, request: Request) -> Option<Step> {
         let len = request.len as usize;
         let hand_on = len <= MAX_INLINE_BYTES && self.hands_on(&request, false);
-        if !hand_on && self.headers.request_bytes() + len <= RECEIVE_BUFFER_BYTES {
+        if !hand_on && self.header_bytes + len <= RECEIVE_BUFFER_BYTES {
             return None;
         }
         if self.geometry.zones.is_none() && !hand_on {
@@ -375,7 +374,7 @@ impl Session<'_> {
 
     /// A write whose payload was received as a whole.
     fn write_received(&mut self, tag: Tag, request: Request) -> Result<Step, Lost> {
-        let (header, len) = (self.headers.request_bytes(), request.len as usize);
+        let (header, len) = (self.header_bytes, request.len as usize);
         let mut rest = request;
         let result = loop {
             let payload = &self.input.data()[header + len - rest.len as usize..header + len];

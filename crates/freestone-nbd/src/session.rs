@@ -99,6 +99,9 @@ pub struct Session<'a> {
     pub(crate) device: Bytes,
     pub(crate) read_only: bool,
     pub(crate) headers: Headers,
+    /// Of a request, and of what stands before data in a reply.
+    pub(crate) header_bytes: usize,
+    pub(crate) data_head_bytes: usize,
     pub(crate) contexts: Contexts,
     /// As last asked of the device, which may have grown: [`Session::vet`] asks again before it
     /// refuses a request.
@@ -142,6 +145,8 @@ impl<'a> Session<'a> {
             export: negotiated.export,
             device,
             headers: negotiated.headers,
+            header_bytes: negotiated.headers.request_bytes(),
+            data_head_bytes: negotiated.headers.data_head_bytes(),
             contexts: negotiated.contexts,
             geometry,
             input,
@@ -554,7 +559,7 @@ impl Session<'_> {
             self.tally.replies += u64::from(done);
             return Ok(());
         }
-        let room = self.headers.data_head_bytes() + Replies::room_for_owned(data.len());
+        let room = self.data_head_bytes + Replies::room_for_owned(data.len());
         self.replies.reserve(self.link.socket(), room)?;
         self.headers.put_data_head(&mut self.replies, tag, offset, data.len() as u32, done);
         self.replies.put_owned(data);

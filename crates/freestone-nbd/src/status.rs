@@ -30,7 +30,7 @@ const _: () = {
 impl Session<'_> {
     /// Block status of the contexts that the request's payload names.
     pub(crate) fn block_status_of(&mut self, mut incoming: Incoming) -> Result<Step, Lost> {
-        let (header, len) = (self.headers.request_bytes(), incoming.len as usize);
+        let (header, len) = (self.header_bytes, incoming.len as usize);
         let ids = len.saturating_sub(RANGE_BYTES) / ID_BYTES;
         if ids == 0 || len != RANGE_BYTES + ids * ID_BYTES {
             let text = "the payload is a length and identifiers of contexts";
