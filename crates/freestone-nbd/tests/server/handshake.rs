@@ -267,6 +267,13 @@ fn malformed_options_are_refused() {
         let at = bytes.len() - 4;
         bytes[at..].copy_from_slice(&u32::MAX.to_be_bytes());
         assert_eq!(client.outcome(kind, &bytes), ERR_INVALID);
+        // A query that is longer than what there is, or than a string may be.
+        let mut bytes = context_data("disk", &["x"]);
+        let at = bytes.len() - 5;
+        bytes[at..at + 4].copy_from_slice(&u32::MAX.to_be_bytes());
+        assert_eq!(client.outcome(kind, &bytes), ERR_INVALID);
+        assert_eq!(client.outcome(kind, &context_data("disk", &[&"x".repeat(4097)])), ERR_INVALID);
+        assert_eq!(client.outcome(kind, &context_data(&"x".repeat(4097), &[])), ERR_INVALID);
     }
     client.go("disk");
 }
