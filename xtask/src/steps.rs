@@ -67,7 +67,8 @@ pub enum Step {
     Lives,
     /// Slow: in a stock kernel, all of the writeback of zram, zones of `null_blk`, snapshots and
     /// merges that go from dm-snapshot to Freestone and back, our disks under file systems and under the
-    /// torture, zoned ones under fio's own tests too, machines of libvirt, a host with systemd
+    /// torture, zoned ones under fio's own tests too, newer NBD clients and the kernel's own, machines
+    /// of libvirt, a host with systemd
     LabRest,
     /// Slow: stores of objects against a Ceph of one node, whose daemons are killed
     Ceph,
@@ -140,6 +141,7 @@ impl Step {
                     &["lab/run-ublk.sh"],
                     &["lab/run-ublk-zones.sh"],
                     &["lab/run-ublk-zbd.sh"],
+                    &["lab/run-nbd.sh"],
                     &["lab/run-torture.sh"],
                     &["lab/run-libvirt.sh"],
                     &["lab/run-systemd.sh"],
