@@ -12,7 +12,7 @@ use crate::headers::Tag;
 use crate::replies::MAX_INLINE_BYTES;
 use crate::session::{Lost, Session, Step, no_memory};
 use crate::stream::{Gather, Skip, Stream, Whole, Windows, Write, advance};
-use crate::sweep::is_sweep;
+use crate::sweeps::is_sweep;
 
 /// Pieces of a large request end at multiples of this many bytes: no block of a device is larger.
 const PIECE_ALIGN_BYTES: u64 = 4096;

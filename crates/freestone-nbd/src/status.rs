@@ -51,13 +51,11 @@ impl Session<'_> {
         let named = self.contexts.chosen(ids);
         self.accept();
         self.input.consume(len);
-        match named {
-            Some(contexts) => self.reply_status(incoming, contexts),
-            None => {
-                self.reply_failure(incoming.tag, &UNKNOWN_CONTEXT)?;
-                Ok(Step::Done)
-            }
-        }
+        let Some(contexts) = named else {
+            self.reply_failure(incoming.tag, &UNKNOWN_CONTEXT)?;
+            return Ok(Step::Done);
+        };
+        self.reply_status(incoming, contexts)
     }
 
     /// Block status of all contexts that were selected.
