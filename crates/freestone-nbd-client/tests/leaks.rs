@@ -33,11 +33,8 @@ fn round(lose: bool) {
     }
 }
 
-#[test]
-fn no_thread_and_no_descriptor_is_left() {
-    // What the process keeps is there after the first ones.
-    round(true);
-    round(false);
+/// Whether as much is there after many rounds as before, a moment later.
+fn nothing_is_left() -> Result<(), String> {
     let before = counts();
     for n in 0..12 {
         round(n % 6 == 0);
@@ -45,7 +42,22 @@ fn no_thread_and_no_descriptor_is_left() {
     let end = Instant::now() + Duration::from_secs(20);
     while counts() != before {
         // Those of the servers that were dropped end a moment later.
-        assert!(Instant::now() < end, "{:?}, and {before:?} before", counts());
+        if Instant::now() >= end {
+            return Err(format!("{:?}, and {before:?} before", counts()));
+        }
         std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(())
+}
+
+#[test]
+fn no_thread_and_no_descriptor_is_left() {
+    // What the process keeps is there after the first ones.
+    round(true);
+    round(false);
+    // But for the pipes of ThreadSanitizer's symbolizer, which it starts at the first report that it
+    // suppresses: what is left of devices is left by the next ones, too.
+    if let Err(first) = nothing_is_left() {
+        nothing_is_left().unwrap_or_else(|second| panic!("{first}; then {second}"));
     }
 }
