@@ -132,9 +132,8 @@ fn flags(export: usize, headers: Headers, has_contexts: bool) -> u16 {
     let writes = if EXPORTS[export].2 { 1 << 1 } else { 1 << 5 | 1 << 6 | 1 << 11 };
     let chunks = match headers {
         Headers::Simple => 0,
-        Headers::Structured => 1 << 7,
         Headers::Extended if has_contexts => 1 << 7 | 1 << 12,
-        Headers::Extended => 1 << 7,
+        Headers::Structured | Headers::Extended => 1 << 7,
     };
     common | writes | chunks
 }
