@@ -7,11 +7,11 @@ use std::process::{Command, Stdio};
 use anyhow::{Context as _, Result, bail};
 
 /// A program, and the package that it comes from.
-type Tool = (&'static str, &'static str);
+pub type Tool = (&'static str, &'static str);
 
 /// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there
 /// already.
-pub const TOOLS: [Tool; 38] = [
+pub const TOOLS: [Tool; 40] = [
     ("fio", "fio"),
     // For its source, which the engine is built against.
     ("dpkg-source", "dpkg-dev"),
@@ -56,10 +56,13 @@ pub const TOOLS: [Tool; 38] = [
     // Servers that are started for a connection, and units that are looked at.
     ("systemd-socket-activate", "systemd"),
     ("systemd-analyze", "systemd"),
+    // Shells that complete our verbs.
+    ("zsh", "zsh"),
+    ("fish", "fish"),
 ];
 
 /// The same for the slow lane only; the second is what tells that libvirt's driver for qemu is there.
-pub const SLOW_TOOLS: [Tool; 9] = [
+pub const SLOW_TOOLS: [Tool; 11] = [
     ("libvirtd", "libvirt-daemon"),
     ("virt-qemu-run", "libvirt-daemon-driver-qemu"),
     ("virsh", "libvirt-clients"),
@@ -70,6 +73,9 @@ pub const SLOW_TOOLS: [Tool; 9] = [
     ("radosgw", "radosgw"),
     ("ceph", "ceph-common"),
     ("curl", "curl"),
+    // A clean root for the package, and what Debian says of it.
+    ("mmdebstrap", "mmdebstrap"),
+    ("lintian", "lintian"),
 ];
 
 /// Where tools of the system lie; not every user has the last two in PATH.

@@ -310,7 +310,7 @@ const LAST: usize = 900;
 /// Virtual block devices served over NBD: compressed RAM disks, images, forks and snapshots of
 /// them.
 #[derive(Debug, Parser)]
-#[command(name = "freestone", version, after_help = EXAMPLES)]
+#[command(name = "freestone", version = env!("FREESTONE_VERSION"), after_help = EXAMPLES)]
 pub struct Cli {
     /// Logs more.
     #[arg(short, long, action = ArgAction::Count, global = true, display_order = LAST)]

@@ -44,7 +44,7 @@ use std::io::{self, IsTerminal as _};
 use std::process::ExitCode;
 
 use anyhow::Result;
-use clap::Parser as _;
+use clap::{CommandFactory as _, Parser as _};
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
 
@@ -65,6 +65,12 @@ pub fn main() -> ExitCode {
             ExitCode::from(error::status(&error))
         }
     }
+}
+
+/// The parser of the command line, for what is made from it: manual pages, completions.
+#[doc(hidden)]
+pub fn parser() -> clap::Command {
+    Cli::command()
 }
 
 fn run(command: Command) -> Result<ExitCode> {
