@@ -6,6 +6,7 @@ mod cargo;
 mod docs;
 mod failures;
 mod fio;
+mod package;
 mod packages;
 mod sanitize;
 mod slow;
@@ -74,6 +75,8 @@ enum Command {
     Tidy,
     /// Build the engine for fio, against the source of the fio that is installed; fetch that first
     Fio,
+    /// Make the Debian package, and one of its debug symbols; see docs/install.md
+    Package,
     /// Run a benchmark, built for release; without a name, list them
     Bench {
         /// The benchmark and what it takes
@@ -117,6 +120,7 @@ fn run(cli: Cli) -> Result<bool> {
         Command::Torture { mode, seed, minutes, .. } => return torture::run(mode, seed, minutes),
         Command::Tidy => vec![Step::Tidy],
         Command::Fio => return fio::run(),
+        Command::Package => return package::run(),
         Command::Bench { args } if args.first().is_some_and(|name| name == "docs") => {
             return docs::command(&args[1..]);
         }

@@ -74,13 +74,13 @@ pub fn tell() {
     for step in Step::value_variants().iter().filter(|step| step.is_slow()) {
         let name = step.name();
         let Some(Run { commit, date, passed, failed, minutes }) = runs.get(&name) else {
-            println!("  {name:<10} never ran");
+            println!("  {name:<13} never ran");
             continue;
         };
         let since = output(Command::new("git").args(["rev-list", "--count", &format!("{commit}..HEAD")]));
         let since = since.unwrap_or_else(|_| "an unknown number of".to_owned());
         println!(
-            "  {name:<10} ran {date} UTC at {commit}, {since} commits ago: {passed} passed, {failed} failed, \
+            "  {name:<13} ran {date} UTC at {commit}, {since} commits ago: {passed} passed, {failed} failed, \
              {minutes} minutes"
         );
     }

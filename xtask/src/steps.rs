@@ -72,6 +72,8 @@ pub enum Step {
     LabRest,
     /// Slow: stores of objects against a Ceph of one node, whose daemons are killed
     Ceph,
+    /// Slow: the Debian packages: lintian, installed, used and purged in a clean root
+    PackagesRest,
     /// Slow: the other tests of the libraries under `ThreadSanitizer`
     TsanRest,
     /// Slow: the other tests of the libraries under `AddressSanitizer`
@@ -148,6 +150,9 @@ impl Step {
                 ])
             }),
             Self::Ceph => packages::ensure(&packages::SLOW_TOOLS).and_then(|()| lab(&[&["lab/run-ceph.sh"]])),
+            Self::PackagesRest => {
+                packages::ensure(&packages::SLOW_TOOLS).and_then(|()| lab(&[&["lab/run-packages.sh"]]))
+            }
             Self::Models => models(),
             Self::Tsan => sanitize::run(Sanitizer::Thread, Extent::Gate),
             Self::Asan => sanitize::run(Sanitizer::Address, Extent::Gate),

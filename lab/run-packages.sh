@@ -1,0 +1,110 @@
+#!/bin/bash
+# run-packages.sh [PART...] - the Debian packages, as cargo xtask package makes them, which it does if they are not there yet:
+#   lintian    has no error and no warning for them
+#   root       in a clean root (minbase): installed, a server as its own user, a client, installed anew under the server, removed,
+#              purged; nothing is left
+# All parts if none is said. DEBS names a directory with the packages. Root's.
+set -eu
+cd "$(dirname "$0")/.."
+[ "$(id -u)" = 0 ] || { echo "run-packages: a clean root is root's to make: run this as root" >&2; exit 1; }
+debs=${DEBS:-${CARGO_TARGET_DIR:-target}/package}
+[ -n "${DEBS:-}" ] || cargo xtask package
+dir=$(mktemp -d); server=
+end() { [ -z "$server" ] || kill "$server" 2>/dev/null || true; rm -rf --one-file-system "$dir"; }
+trap end EXIT
+trap 'exit 1' HUP INT TERM
+wrong() { echo "run-packages: $*" >&2; exit 1; }
+ok() { echo "ok   $*"; }
+one() { set -- "$debs"/$1; [ $# = 1 ] && [ -e "$1" ] || wrong "there is not one package here: $*"; echo "$1"; }
+
+# Debian's release of this machine, from where it has its own packages.
+clean_root() {
+  . /etc/os-release
+  signed=; keys=/usr/share/keyrings/debian-archive-keyring.gpg; [ ! -e $keys ] || signed="[signed-by=$keys]"
+  # shellcheck disable=SC2016 # apt's variables, not ours.
+  apt-get indextargets --format '$(REPO_URI) $(RELEASE)' | sort -u | while read -r uri release; do
+    case $release in "$VERSION_CODENAME" | "$VERSION_CODENAME"-security) echo "deb $signed $uri $release main" ;; esac
+  done >"$dir/sources.list"
+  [ -s "$dir/sources.list" ] || wrong "this machine's sources name no archive of $VERSION_CODENAME"
+  mmdebstrap --quiet --mode=root --variant=minbase --format=directory "$VERSION_CODENAME" "$1" "$dir/sources.list" \
+    >"$dir/log" 2>&1 </dev/null || { tail -n 20 "$dir/log" >&2; wrong "mmdebstrap failed"; }
+}
+
+# A command in a root, with what a system has there, in place of this process.
+enter() { root=$1; shift
+  exec unshare --mount sh -c 'mount -t proc proc "$1/proc" && root=$1 && shift && exec chroot "$root" "$@"' sh "$root" \
+    env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin DEBIAN_FRONTEND=noninteractive LC_ALL=C HOME=/root "$@" </dev/null; }
+inside() { (enter "$@"); }
+
+# A server that was started answers, and keeps what a client of this machine writes.
+serves() {
+  for _ in $(seq 150); do [ ! -S "$1" ] || break; sleep 0.2; done
+  [ -S "$1" ] || { cat "$dir/said" >&2; wrong "there is no socket at $1"; }
+  timeout 60 qemu-io -f raw -c 'write -P 7 0 1M' -c 'flush' "nbd+unix:///?socket=$1" >/dev/null || wrong "no write"
+  timeout 60 qemu-io -f raw -c 'read -P 7 0 1M' "nbd+unix:///?socket=$1" | grep -q '^read 1048576/1048576' || wrong "no read"
+}
+
+# All files of a root, what they are and hold; without what apt and dpkg note down for themselves.
+listed() { (cd "$1" && find . -xdev \( -path ./proc -o -path ./run -o -path ./tmp -o -path ./var/log -o -path ./var/cache/apt -o -path ./var/lib/apt \
+    -o -path ./var/cache/debconf -o -path ./var/cache/ldconfig \) -prune -o ! -type d -printf '%p %y %m %U %G %l ' \
+    \( -type f -exec sh -c 'sha256sum <"$1"' sh {} \; -o -printf '\n' \) -o -type d -printf '%p %y %m %U %G\n') |
+  # Copies of what was there before each change, and the order of what dpkg knows.
+  grep -v -e '^\./etc/\(passwd\|group\|shadow\|gshadow\|subuid\|subgid\)- ' -e '^\./var/lib/dpkg/\(status\|status-old\|lock\|lock-frontend\|triggers/Lock\) ' | sort; }
+
+lintian_says_nothing() {
+  said=$(lintian --allow-root --fail-on error,warning "$debs"/freestone*.deb 2>&1) || true
+  [ -z "$said" ] || { echo "$said" >&2; wrong "lintian complains"; }
+  ok "lintian $(lintian --print-version) has no error and no warning for $(cd "$debs" && echo freestone*.deb)"
+}
+
+installed_and_gone() {
+  deb=$(one "freestone_*_amd64.deb") root=$dir/root
+  clean_root "$root"
+  listed "$root" >"$dir/before"
+  cp "$deb" "$root/tmp/freestone.deb"
+  inside "$root" apt-get install -qq -y --no-install-recommends /tmp/freestone.deb >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "apt-get failed"; }
+  inside "$root" dpkg --verify freestone | grep . && wrong "files are otherwise than in the package"
+  version=$(inside "$root" freestone --version)
+  [[ $version =~ ^freestone\ [0-9.]+\ \([0-9a-f]{12}(-dirty)?\)$ ]] || wrong "--version says: $version"
+  ok "$version is installed, $(stat -c %s "$root/usr/bin/freestone") bytes"
+
+  # What systemd would do for freestone-server.service.
+  for place in run var/lib var/cache; do inside "$root" install -d -o freestone -g freestone -m 750 "/$place/freestone-server"; done
+  mkdir -p "$root/etc/systemd/system/multi-user.target.wants"
+  ln -s /usr/lib/systemd/system/freestone-server.service "$root/etc/systemd/system/multi-user.target.wants/"
+  printf '\n[[device]]\nname = "ram0"\nkind = "ram"\ndisksize = "64M"\n' >>"$root/etc/freestone-server.toml"
+  control=/run/freestone-server/control.sock
+  enter "$root" setpriv --reuid freestone --regid freestone --clear-groups --no-new-privs env FREESTONE_CONTROL=$control \
+    freestone serve --config /etc/freestone-server.toml >"$dir/said" 2>&1 &
+  server=$!
+  socket=$root/run/freestone-server/nbd.sock
+  serves "$socket"
+  [ "$(stat -c %u "$socket")" = "$(awk -F: '$1 == "freestone" { print $3 }' "$root/etc/passwd")" ] && [ "$(stat -c %a "$socket")" = 660 ] ||
+    wrong "the socket is $(stat -c '%u %a' "$socket")"
+  grep -q "^Uid:[[:space:]]*$(stat -c %u "$socket")[[:space:]]" "/proc/$server/status" || wrong "the server is not its user's: $(grep ^Uid "/proc/$server/status")"
+  ok "a server of user freestone keeps what a client writes"
+  inside "$root" apt-get install -qq -y --reinstall --no-install-recommends /tmp/freestone.deb >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "apt-get failed"; }
+  qemu-io -f raw -c 'read -P 7 0 1M' "nbd+unix:///?socket=$socket" | grep -q '^read 1048576/1048576' || wrong "an update ended the server"
+  ok "installed anew under a running server, which goes on"
+  inside "$root" freestone shutdown --control $control >/dev/null
+  wait "$server" || wrong "the server ended with $?"
+  server=
+
+  inside "$root" apt-get remove -qq -y freestone >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "apt-get failed"; }
+  [ ! -e "$root/usr/bin/freestone" ] && [ -e "$root/etc/freestone-server.toml" ] && [ -d "$root/var/lib/freestone-server" ] ||
+    wrong "removed: the program has to go, configuration and data to stay"
+  inside "$root" apt-get purge -qq -y freestone >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "apt-get failed"; }
+  # The directory of systemd's, which is not here, and made above.
+  rmdir "$root/etc/systemd/system/multi-user.target.wants" 2>/dev/null || true
+  listed "$root" >"$dir/after"
+  diff "$dir/before" "$dir/after" >&2 || wrong "this is left"
+  ok "removed and purged: of $(wc -l <"$dir/before") files and directories each is as before, and none is new"
+}
+
+[ $# -gt 0 ] || set -- lintian root
+for part; do
+  case $part in
+    lintian) lintian_says_nothing ;; root) installed_and_gone ;;
+    *) wrong "there is no part $part" ;;
+  esac
+done
