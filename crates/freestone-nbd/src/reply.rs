@@ -82,13 +82,12 @@ impl Session<'_> {
             self.replies.reserve(self.link.socket(), self.headers.hole_bytes())?;
             self.headers.put_hole(&mut self.replies, tag, offset, data.len() as u32, done);
             self.replies.buffers.give(data);
-            self.tally.replies += u64::from(done);
-            return Ok(());
+        } else {
+            let room = self.data_head_bytes + Replies::room_for_owned(data.len());
+            self.replies.reserve(self.link.socket(), room)?;
+            self.headers.put_data_head(&mut self.replies, tag, offset, data.len() as u32, done);
+            self.replies.put_owned(data);
         }
-        let room = self.data_head_bytes + Replies::room_for_owned(data.len());
-        self.replies.reserve(self.link.socket(), room)?;
-        self.headers.put_data_head(&mut self.replies, tag, offset, data.len() as u32, done);
-        self.replies.put_owned(data);
         self.tally.replies += u64::from(done);
         Ok(())
     }

@@ -40,14 +40,13 @@ impl Session<'_> {
         if ids > contexts::ALL.len() {
             return Ok(self.skip(incoming, UNKNOWN_CONTEXT));
         }
-        let Some(payload) = self.input.data().get(header..header + len) else {
+        let payload = self.input.data().get(header..header + len);
+        let Some((range, ids)) = payload.and_then(<[u8]>::split_first_chunk::<RANGE_BYTES>) else {
             return Ok(Step::Input(header + len));
         };
-        let (range, ids) = payload.split_at(RANGE_BYTES);
-        incoming.len = range.iter().fold(0, |all, byte| all << 8 | u64::from(*byte));
+        incoming.len = u64::from_be_bytes(*range);
         incoming.flags &= !CommandFlags::PAYLOAD_LEN.bits();
-        let ids =
-            ids.chunks_exact(ID_BYTES).map(|id| id.iter().fold(0, |all, byte| all << 8 | u32::from(*byte)));
+        let ids = ids.as_chunks::<ID_BYTES>().0.iter().map(|id| u32::from_be_bytes(*id));
         let named = self.contexts.chosen(ids);
         self.accept();
         self.input.consume(len);

@@ -32,6 +32,7 @@ const COPIES: [(&str, &str, u32); 11] = [
 ];
 const UNITS: &str = "packaging/systemd";
 const UNITS_INSTALLED: &str = "usr/lib/systemd/system";
+const PAGES_INSTALLED: &str = "usr/share/man/man1";
 /// Completions: as they are written, and where the shells look for them.
 const COMPLETIONS: [(&str, &str); 3] = [
     ("bash/freestone", "usr/share/bash-completion/completions/freestone"),
@@ -52,26 +53,18 @@ pub fn fill(root: &Path, program: &Program<'_>, changelog: &str, copyright: &str
     for (from, to, mode) in COPIES {
         let from = Path::new(from);
         if from.is_dir() {
-            for page in files_of(from, "md")? {
-                let name = page.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                put(&page, root, &format!("{to}/{name}"), mode)?;
-            }
+            put_each(&files_of(from, "md")?, root, to, mode)?;
         } else {
             put(from, root, to, mode)?;
         }
     }
     for kind in ["service", "socket"] {
-        for unit in files_of(Path::new(UNITS), kind)? {
-            let name = unit.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            put(&unit, root, &format!("{UNITS_INSTALLED}/{name}"), 0o644)?;
-        }
+        put_each(&files_of(Path::new(UNITS), kind)?, root, UNITS_INSTALLED, 0o644)?;
     }
     let pages = files_of(&program.manuals.join("man"), "1")?;
     ensure!(pages.len() > 1, "there are no manual pages in {}", program.manuals.display());
-    for page in pages {
-        let name = page.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        put(&page, root, &format!("usr/share/man/man1/{name}"), 0o644)?;
-        gzip(&root.join(format!("usr/share/man/man1/{name}")))?;
+    for page in put_each(&pages, root, PAGES_INSTALLED, 0o644)? {
+        gzip(&page)?;
     }
     for (from, to) in COMPLETIONS {
         put(&program.manuals.join(from), root, to, 0o644)?;
@@ -89,6 +82,17 @@ pub fn fill_symbols(root: &Path, parts: &Parts) -> Result<()> {
     let doc = root.join("usr/share/doc");
     fs::create_dir_all(&doc)?;
     symlink(NAME, doc.join(format!("{NAME}-dbgsym"))).context("cannot make a link")
+}
+
+/// Copies files to a directory, and returns where they are.
+fn put_each(files: &[PathBuf], root: &Path, dir: &str, mode: u32) -> Result<Vec<PathBuf>> {
+    let mut put_there = Vec::new();
+    for file in files {
+        let to = format!("{dir}/{}", file.file_name().unwrap_or_default().to_string_lossy());
+        put(file, root, &to, mode)?;
+        put_there.push(root.join(to));
+    }
+    Ok(put_there)
 }
 
 fn put(from: &Path, root: &Path, to: &str, mode: u32) -> Result<()> {

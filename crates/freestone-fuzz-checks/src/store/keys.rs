@@ -15,6 +15,9 @@ const CHECK: u8 = 9;
 const SECRET: [u8; 32] = [0x5a; 32];
 const ID: &str = "6b1d4c5e-92c7-4c39-9d3a-5f0b7f2a8e11";
 
+/// The version that is written and read.
+pub const FORMAT: u64 = 2;
+
 pub type Hash = [u8; 32];
 
 /// The key of a domain's names.
@@ -78,10 +81,10 @@ impl Fixed {
     pub fn new(keyed: bool) -> Self {
         let salt = [if keyed { 0x17 } else { 0x71 }; 32];
         let keys = Keys::new(&salt, keyed.then_some(&SECRET));
-        let (numbers, salt) = ([2, 86400, u64::from(keyed), u64::from(keyed)], hex(&salt));
+        let (numbers, salt) = ([FORMAT, 86400, u64::from(keyed), u64::from(keyed)], hex(&salt));
         let id = uuid::Uuid::parse_str(ID).expect("an identifier");
         let description = json!({
-            "format": 2,
+            "format": FORMAT,
             "id": ID,
             "grace_seconds": 86400,
             "salt": salt,

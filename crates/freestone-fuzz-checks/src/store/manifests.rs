@@ -12,7 +12,7 @@ use freestone::store::objects::{Objects as _, When};
 use freestone::store::store::Store;
 use serde_json::Value;
 
-use super::keys::{Fixed, MANIFEST};
+use super::keys::{FORMAT, Fixed, MANIFEST};
 use super::reference::{memory, soon};
 use super::words::{name, number, text};
 
@@ -41,7 +41,7 @@ fn segment(value: &Value) -> Option<Segment> {
 
 /// The size and the segments; `None` where it is no manifest.
 fn plain(value: &Value) -> Option<(u64, Vec<Segment>)> {
-    number(value, "format").filter(|format| *format == 2)?;
+    number(value, "format").filter(|format| *format == FORMAT)?;
     number(value, "pushed")?;
     text(value, "source")?;
     if value.get("parent").is_some_and(|parent| !parent.is_null()) {

@@ -11,7 +11,7 @@ use freestone::store::store::Store;
 use serde_json::Value;
 use uuid::Uuid;
 
-use super::keys::{Fixed, Hash, Keys, hex, secret, unhex};
+use super::keys::{FORMAT, Fixed, Hash, Keys, hex, secret, unhex};
 use super::reference::{Reference, device, memory, push, soon};
 
 /// A week.
@@ -51,7 +51,7 @@ struct Described {
 }
 
 fn described(value: &Value) -> Option<Described> {
-    let format = number(value, "format").filter(|format| *format == 2)?;
+    let format = number(value, "format").filter(|format| *format == FORMAT)?;
     let grace = number(value, "grace_seconds").filter(|grace| *grace <= GRACE_SECONDS_MAX)?;
     let keyed = ["store", "file"].iter().position(|key| text(value, "key") == Some(key))?;
     let encrypted = ["none", "aes-256-gcm"].iter().position(|key| text(value, "encryption") == Some(key))?;
@@ -119,7 +119,7 @@ const NAME: &str = "v1";
 
 /// What its seal has to be.
 fn seal(keys: &Keys, value: &Value) -> Option<String> {
-    let format = number(value, "format").filter(|format| *format == 2)?;
+    let format = number(value, "format").filter(|format| *format == FORMAT)?;
     let numbers = [format, number(value, "generation")?, number(value, "pushed")?];
     Some(keys.seal(numbers, &name(value, "manifest")?, id(value, "push")?.as_bytes(), NAME))
 }

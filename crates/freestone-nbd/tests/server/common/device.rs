@@ -58,28 +58,33 @@ pub struct MemDevice {
     me: std::sync::Weak<Self>,
 }
 
+/// What a device of so many bytes is, if nothing else is said.
+pub fn geometry(size: u64) -> Geometry {
+    Geometry {
+        size,
+        logical_block: 512,
+        physical_block: 4096,
+        io_min: 4096,
+        io_opt: 4096,
+        discard_granularity: 4096,
+        fast_zeroes: true,
+        volatile_cache: true,
+        padding: 0,
+        volatile_media: true,
+        rotational: false,
+        max_request: 0,
+        read_only: false,
+        zones: None,
+    }
+}
+
 impl MemDevice {
     pub fn new(size: u64) -> Arc<Self> {
         Self::with(size, |_| {})
     }
 
     pub fn with(size: u64, change: impl FnOnce(&mut Geometry)) -> Arc<Self> {
-        let mut geometry = Geometry {
-            size,
-            logical_block: 512,
-            physical_block: 4096,
-            io_min: 4096,
-            io_opt: 4096,
-            discard_granularity: 4096,
-            fast_zeroes: true,
-            volatile_cache: true,
-            padding: 0,
-            volatile_media: true,
-            rotational: false,
-            max_request: 0,
-            read_only: false,
-            zones: None,
-        };
+        let mut geometry = geometry(size);
         change(&mut geometry);
         Arc::new_cyclic(|me| Self {
             geometry: Mutex::new(geometry),

@@ -7,6 +7,8 @@ use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, Tried,
 };
 
+use super::device::geometry;
+
 /// Reads, flushes and status are done at once.
 pub struct Vast {
     size: u64,
@@ -50,22 +52,7 @@ impl Vast {
 
 impl Device for Vast {
     fn geometry(&self) -> Geometry {
-        Geometry {
-            size: self.size,
-            logical_block: 512,
-            physical_block: 4096,
-            io_min: 4096,
-            io_opt: 4096,
-            discard_granularity: 4096,
-            fast_zeroes: true,
-            volatile_cache: false,
-            padding: 0,
-            volatile_media: true,
-            rotational: false,
-            max_request: 0,
-            read_only: false,
-            zones: None,
-        }
+        Geometry { volatile_cache: false, ..geometry(self.size) }
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
