@@ -37,6 +37,8 @@ pub enum Next {
     Stop,
     /// It accepts, and asks again at that moment at the latest.
     Accept(Option<Instant>),
+    /// It accepts nothing, and asks again when it is woken, at that moment at the latest.
+    Wait(Instant),
 }
 
 /// What became of a connection that was to be accepted: its socket and who is at the other end.
@@ -95,11 +97,18 @@ impl Acceptor {
     ) {
         let mut events: Vec<epoll::Event> = Vec::with_capacity(EVENTS);
         let mut accepted: Vec<Accepted> = Vec::new();
-        while let Next::Accept(until) = next() {
-            let timeout = until.map(|until| {
-                let left = until.saturating_duration_since(Instant::now()).min(LONGEST_WAIT);
-                Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
-            });
+        loop {
+            let until = match next() {
+                Next::Stop => return,
+                Next::Accept(until) => until,
+                Next::Wait(until) => {
+                    let _ = poll(&mut [PollFd::new(&self.wake, PollFlags::IN)], Some(&left_until(until)));
+                    // Unreadable where the time is up.
+                    let _ = rustix::io::read(&self.wake, &mut [0_u8; 8]);
+                    continue;
+                }
+            };
+            let timeout = until.map(left_until);
             // A signal may end the wait early: `next` is asked again.
             let _ = epoll::wait(&self.epoll, spare_capacity(&mut events), timeout.as_ref());
             for event in events.drain(..) {
@@ -154,6 +163,11 @@ impl Acceptor {
             }
         }
     }
+}
+
+fn left_until(until: Instant) -> Timespec {
+    let left = until.saturating_duration_since(Instant::now()).min(LONGEST_WAIT);
+    Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
 }
 
 /// Who is at the other end; of a TCP connection also sets what makes it quick and lets it end.

@@ -7,8 +7,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvFlags, Shutdown, shutdown};
 
 use crate::handshake::{End, Handshake};
-use crate::input::receive_into;
 use crate::link::Link;
+use crate::receive::receive_into;
 use crate::session::Session;
 use crate::shared::ServerShared;
 use crate::template::OnEnd;
@@ -56,6 +56,9 @@ fn serve(shared: &ServerShared, link: &Link, on_end: &mut OnEnd) {
         }
         Err(End::Violation(what)) => {
             tracing::warn!(peer = %link.peer(), what, "the client broke the protocol in the handshake");
+        }
+        Err(End::Tls(why)) => {
+            tracing::warn!(peer = %link.peer(), why, "no TLS with a client");
         }
         Err(End::NoDevice(text)) => {
             tracing::warn!(peer = %link.peer(), text, "no device for the client, which is not told why");

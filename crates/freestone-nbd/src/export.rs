@@ -8,6 +8,7 @@ use std::time::Duration;
 use freestone_core::device::{Device, Failures, Geometry};
 
 use crate::address::Address;
+use crate::link::Link;
 use crate::proto::TransmissionFlags;
 use crate::template::{Facts, OnEnd, Template};
 
@@ -20,11 +21,25 @@ pub struct ExportOptions {
     pub default: bool,
     /// FUA is not offered and is refused: clients flush instead.
     pub without_fua: bool,
+    /// Who sees it at all.
+    pub clients: Clients,
     /// A text for people, at most 4096 bytes; may be empty.
     pub description: String,
     /// Where requests that fail are counted: of a device that is published more than once, all in
     /// one; of a template, those of all connections.
     pub failures: Arc<Failures>,
+}
+
+/// Who sees an export. To others it is as if there were none.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Clients {
+    /// Whoever connects.
+    #[default]
+    All,
+    /// Whoever comes by TLS.
+    Secure,
+    /// Whose certificate has one of these names.
+    Named(Arc<[String]>),
 }
 
 /// How a template is published.
@@ -36,6 +51,19 @@ pub struct TemplateOptions {
     /// answered, and what takes longer than [`END_GRACE`](crate::END_GRACE) beyond is cut. `None`:
     /// it may stay.
     pub ttl: Option<Duration>,
+}
+
+/// Why a client gets no export.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum EnterError {
+    /// There is none of the name at the client's address.
+    Unknown,
+    /// The server is going away.
+    ShuttingDown,
+    /// It is there for who comes by TLS.
+    OnlyByTls,
+    /// No device could be made for it; a sentence.
+    Failed(String),
 }
 
 /// What [`Server::exports`](crate::Server::exports) tells of an export.
@@ -51,6 +79,8 @@ pub struct ExportInfo {
     pub default: bool,
     /// Whether every connection gets a device of its own.
     pub template: bool,
+    /// Who sees it.
+    pub clients: Clients,
     /// The text for people.
     pub description: String,
     /// Connections that use it now.
@@ -71,6 +101,8 @@ pub struct Export {
     pub default: bool,
     /// See [`ExportOptions::without_fua`].
     pub without_fua: bool,
+    /// See [`ExportOptions::clients`].
+    pub clients: Clients,
     /// For people.
     pub description: String,
     /// Requests that failed.
@@ -93,6 +125,16 @@ impl Export {
         match &self.source {
             Source::Device(_) => None,
             Source::Template(template) => Some(template),
+        }
+    }
+
+    /// Whether the client at this link sees it; an error says why not.
+    pub fn admit(&self, link: &Link) -> Result<(), EnterError> {
+        match (&self.clients, link.client()) {
+            (Clients::All, _) | (Clients::Secure, Some(_)) => Ok(()),
+            (Clients::Secure | Clients::Named(_), None) => Err(EnterError::OnlyByTls),
+            (Clients::Named(wanted), Some(names)) if names.iter().any(|name| wanted.contains(name)) => Ok(()),
+            (Clients::Named(_), Some(_)) => Err(EnterError::Unknown),
         }
     }
 

@@ -7,16 +7,16 @@ use std::time::{Duration, Instant};
 
 use freestone_core::bytes::Bytes;
 use freestone_core::device::{Device, Geometry};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::RecvFlags;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::contexts::Contexts;
-use crate::export::Export;
+use crate::export::{EnterError, Export};
 use crate::flight::MAX_IN_FLIGHT_BYTES;
 use crate::headers::Headers;
 use crate::input::{Input, RECEIVE_BUFFER_BYTES, Received};
+use crate::limits::MAX_CLEAR_BYTES;
 use crate::link::Link;
 use crate::proto::{
     EXPORT_NAME_PADDING_BYTES, ExportNameReply, Greeting, HandshakeFlags, INIT_MAGIC, InfoBlockSize,
@@ -26,7 +26,7 @@ use crate::proto::{
 use crate::replies::Replies;
 use crate::session::Negotiated;
 use crate::shared::ServerShared;
-use crate::tables::EnterError;
+use crate::receive::{Impatient, Patience};
 use crate::template::{Facts, OnEnd};
 
 /// Longest data of an option that is looked at, in bytes.
@@ -52,8 +52,19 @@ pub enum End {
     TimedOut,
     /// The client broke the protocol.
     Violation(&'static str),
+    /// One side does not want the other's TLS; why.
+    Tls(String),
     /// No device could be made, and the option has no error reply; why.
     NoDevice(String),
+}
+
+impl From<Impatient> for End {
+    fn from(why: Impatient) -> Self {
+        match why {
+            Impatient::TimedOut => Self::TimedOut,
+            Impatient::Left => Self::Left,
+        }
+    }
 }
 
 impl From<rustix::io::Errno> for End {
@@ -74,6 +85,7 @@ impl From<EnterError> for Refusal {
         match error {
             EnterError::Unknown => (reply::ERR_UNKNOWN, "no such export here".into()),
             EnterError::ShuttingDown => (reply::ERR_SHUTDOWN, "the server is shutting down".into()),
+            EnterError::OnlyByTls => (reply::ERR_TLS_REQD, "this export is for TLS only, nbds://".into()),
             EnterError::Failed(text) => (reply::ERR_POLICY, text.into()),
         }
     }
@@ -81,18 +93,19 @@ impl From<EnterError> for Refusal {
 
 /// A connection in its handshake.
 pub struct Handshake<'a> {
-    shared: &'a ServerShared,
-    link: &'a Link,
+    pub(crate) shared: &'a ServerShared,
+    pub(crate) link: &'a Link,
     /// What is called when the connection has ended, from when its device was made.
     on_end: &'a mut OnEnd,
-    input: Input,
-    replies: Replies,
-    silence: Duration,
-    deadline: Instant,
+    pub(crate) input: Input,
+    pub(crate) replies: Replies,
+    pub(crate) patience: Patience,
+    /// Bytes that were received in clear.
+    clear_bytes: usize,
     no_zeroes: bool,
-    headers: Headers,
+    pub(crate) headers: Headers,
     /// The export name for which contexts were selected, and these.
-    selected: Option<(String, Contexts)>,
+    pub(crate) selected: Option<(String, Contexts)>,
 }
 
 /// Longest time that a handshake may be given; a sum with the clock never overflows.
@@ -111,8 +124,11 @@ impl<'a> Handshake<'a> {
             on_end,
             input: Input::new()?,
             replies: Replies::new()?,
-            silence: limits.handshake_silence,
-            deadline: Instant::now() + limits.handshake_total.min(HANDSHAKE_MAX),
+            patience: Patience {
+                silence: limits.handshake_silence,
+                deadline: Instant::now() + limits.handshake_total.min(HANDSHAKE_MAX),
+            },
+            clear_bytes: 0,
             no_zeroes: false,
             headers: Headers::Simple,
             selected: None,
@@ -124,12 +140,15 @@ impl<'a> Handshake<'a> {
     pub fn run(mut self) -> Result<(Negotiated, Input, Replies), End> {
         // A client that reads no replies is given as long as one that sends nothing.
         let socket = self.link.socket();
-        set_socket_timeout(socket, Timeout::Send, Some(self.silence)).map_err(|_| End::Left)?;
+        set_socket_timeout(socket, Timeout::Send, Some(self.patience.silence)).map_err(|_| End::Left)?;
         let chosen = self.negotiate();
         if matches!(chosen, Err(End::Violation(_) | End::NoDevice(_))) {
             // Replies to the options before it are still sent. The client may be gone, which is no
             // matter here.
             let _ = self.replies.send(socket);
+        }
+        if chosen.is_err() {
+            self.replies.say_goodbye(socket);
         }
         let (export, device) = chosen?;
         self.replies.send(socket)?;
@@ -174,6 +193,12 @@ impl<'a> Handshake<'a> {
             return Err(End::Violation("an option without its magic number"));
         }
         let (kind, len) = (header.option.get(), header.len.get() as usize);
+        if kind == option::STARTTLS {
+            return self.start_tls(len).map(|()| None);
+        }
+        if kind != option::ABORT && self.needs_tls() {
+            return self.refuse_in_clear(kind, len).map(|()| None);
+        }
         if kind == option::EXPORT_NAME {
             return self.export_name(len).map(Some);
         }
@@ -263,6 +288,7 @@ impl<'a> Handshake<'a> {
         self.input.consume(len);
         let (export, device) = self.choose(&name).map_err(|error| match error {
             EnterError::Failed(text) => End::NoDevice(text),
+            EnterError::OnlyByTls => End::Violation("an export that is for TLS was chosen without"),
             EnterError::Unknown | EnterError::ShuttingDown => End::Violation("an unknown export name"),
         })?;
         let geometry = Bytes::told(device.geometry());
@@ -280,7 +306,7 @@ impl<'a> Handshake<'a> {
         if !data.is_empty() {
             return Ok(Err((reply::ERR_INVALID, "this option has no data".into())));
         }
-        for export in self.shared.seen_at(&self.link.address) {
+        for export in self.shared.seen_by(self.link) {
             let len = (export.name.len() as u32).to_be_bytes();
             let parts: [&[u8]; 3] = [&len, export.name.as_bytes(), export.description.as_bytes()];
             self.answer(option::LIST, reply::SERVER, &parts)?;
@@ -337,7 +363,7 @@ impl<'a> Handshake<'a> {
 
     /// Looks up an export for a client that asks about it without choosing it.
     fn look(&self, name: &str) -> Result<(Arc<Export>, Facts), EnterError> {
-        let export = self.shared.find(&self.link.address, name)?;
+        let export = self.shared.find(self.link, name)?;
         let facts = export.facts().map_err(|text| EnterError::Failed(sentence(text)))?;
         Ok((export, facts))
     }
@@ -383,9 +409,9 @@ impl<'a> Handshake<'a> {
 
 /// Sending and receiving.
 impl Handshake<'_> {
-    fn answer(&mut self, option: u32, kind: u32, parts: &[&[u8]]) -> Result<(), End> {
+    pub(crate) fn answer(&mut self, option: u32, kind: u32, parts: &[&[u8]]) -> Result<(), End> {
         // The send timeout alone would not end a handshake with a client that reads slowly.
-        if self.deadline <= Instant::now() {
+        if self.patience.deadline <= Instant::now() {
             return Err(End::TimedOut);
         }
         let len: usize = parts.iter().map(|part| part.len()).sum();
@@ -406,7 +432,7 @@ impl Handshake<'_> {
         self.replies.put(part);
     }
 
-    fn refuse(&mut self, option: u32, (kind, text): Refusal) -> Result<(), End> {
+    pub(crate) fn refuse(&mut self, option: u32, (kind, text): Refusal) -> Result<(), End> {
         tracing::debug!(peer = %self.link.peer(), option, %text, "option refused");
         self.answer(option, kind, &[text.as_bytes()])
     }
@@ -421,7 +447,7 @@ impl Handshake<'_> {
     }
 
     /// Throws `len` bytes away.
-    fn skip(&mut self, mut len: usize) -> Result<(), End> {
+    pub(crate) fn skip(&mut self, mut len: usize) -> Result<(), End> {
         while len > 0 {
             self.need(1)?;
             let n = len.min(self.input.data().len());
@@ -435,20 +461,20 @@ impl Handshake<'_> {
     fn need(&mut self, n: usize) -> Result<(), End> {
         while self.input.data().len() < n {
             self.replies.send(self.link.socket())?;
-            let left = self.deadline.saturating_duration_since(Instant::now()).min(self.silence);
-            if left.is_zero() {
-                return Err(End::TimedOut);
+            if self.input.is_secure() {
+                self.need_sealed(n)?;
+                continue;
             }
-            let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
-            let mut fds = [PollFd::from_borrowed_fd(self.link.socket(), PollFlags::IN)];
-            match rustix::io::retry_on_intr(|| poll(&mut fds, Some(&left))) {
-                Ok(0) => return Err(End::TimedOut),
-                Ok(_) => {}
-                Err(_) => return Err(End::Left),
+            let limit = if self.needs_tls() { MAX_CLEAR_BYTES - self.clear_bytes } else { usize::MAX };
+            if limit == 0 {
+                return Err(End::Violation("more than 64 KiB without TLS"));
             }
-            match self.input.receive(self.link.socket(), RecvFlags::DONTWAIT, n, usize::MAX).0 {
-                Received::Data | Received::WouldBlock => {}
-                Received::End => return Err(End::Left),
+            let socket = self.link.socket();
+            self.patience.wait(socket)?;
+            match self.input.receive(socket, RecvFlags::DONTWAIT, n, limit) {
+                (Received::Data, n) => self.clear_bytes = self.clear_bytes.saturating_add(n),
+                (Received::WouldBlock, _) => {}
+                (Received::End, _) => return Err(End::Left),
             }
         }
         Ok(())

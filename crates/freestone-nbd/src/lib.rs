@@ -9,7 +9,9 @@
 //! it; replies that are ready together leave in one system call. What clients can make the server
 //! hold is bounded: [`Limits`], [`CONNECTION_MEMORY_BYTES`].
 //!
-//! Not offered: TLS, resizing, oldstyle.
+//! With [`Server::secure`] clients come by TLS.
+//!
+//! Not offered: resizing, oldstyle.
 
 mod acceptor;
 mod address;
@@ -28,9 +30,12 @@ mod large;
 mod limits;
 mod link;
 mod listen;
+mod newcomers;
+mod receive;
 mod replies;
 mod reply;
 mod request;
+mod secure;
 mod server;
 mod session;
 mod shared;
@@ -41,17 +46,19 @@ mod sweep;
 mod sweeps;
 mod tables;
 mod template;
+mod tls;
+mod upgrade;
 
 use freestone_nbd_proto as proto;
 
 pub use address::{Address, AddressError};
-pub use export::{ExportInfo, ExportOptions, TemplateOptions};
+pub use export::{Clients, ExportInfo, ExportOptions, TemplateOptions};
 pub use flight::{MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES};
 pub use freestone_core::unix_socket::Access;
 pub use freestone_core::workers::Workers;
 pub use handshake::{MAX_OPTION_BYTES, MAX_SKIPPED_OPTION_BYTES};
 pub use input::RECEIVE_BUFFER_BYTES;
-pub use limits::{END_GRACE, Limits};
+pub use limits::{END_GRACE, Limits, MAX_CLEAR_BYTES, NEWCOMER_GRACE};
 pub use listen::{ListenError, MAX_SOCKET_PATH_BYTES};
 pub use proto::{MAX_PAYLOAD_BYTES, MAX_STRING_BYTES};
 pub use replies::REPLY_BUFFER_BYTES;
@@ -62,3 +69,5 @@ pub use status::MAX_DESCRIPTORS;
 pub use sweeps::{MAX_SWEEPS, STEP_BYTES};
 pub use tables::PublishError;
 pub use template::{Fresh, Make};
+pub use tls::settings::{Credentials, TlsError, TlsFiles, TlsMode};
+pub use tls::start::MAX_TLS_HANDSHAKE_BYTES;

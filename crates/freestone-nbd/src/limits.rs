@@ -9,12 +9,20 @@ use freestone_core::budget;
 /// flight.
 pub const END_GRACE: Duration = Duration::from_secs(5);
 
+/// Most that is received of a client that has to come by TLS and has not yet, in bytes.
+pub const MAX_CLEAR_BYTES: usize = 64 << 10;
+/// Where there are [`Limits::max_newcomers`], one that has not chosen an export for so long makes room.
+pub const NEWCOMER_GRACE: Duration = Duration::from_secs(3);
+
 /// What clients may use up.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
     /// Connections at once, over all addresses. One more is closed as soon as it is accepted. Each
     /// may hold [`CONNECTION_MEMORY_BYTES`](crate::CONNECTION_MEMORY_BYTES) and one thread.
     pub max_connections: usize,
+    /// Connections at once that have not chosen an export, at least one. Further ones wait, not
+    /// accepted, until one of them has, or the oldest was there for [`NEWCOMER_GRACE`] and is closed.
+    pub max_newcomers: usize,
     /// Bytes that all connections together may hold for requests that are not answered; a request
     /// that finds none waits. At least [`budget::MIN_BYTES`](freestone_core::budget::MIN_BYTES).
     pub max_memory_in_flight: u64,
@@ -28,6 +36,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             max_connections: 1024,
+            max_newcomers: 128,
             max_memory_in_flight: budget::DEFAULT_BYTES,
             handshake_silence: Duration::from_secs(10),
             handshake_total: Duration::from_secs(60),

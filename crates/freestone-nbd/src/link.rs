@@ -1,8 +1,8 @@
 //! What the server and the thread of a connection share.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use freestone_core::answers::Answers;
 use rustix::net::{Shutdown, shutdown};
@@ -22,6 +22,8 @@ pub struct Link {
     socket: OwnedFd,
     queue: Arc<Answers<Finished>>,
     draining: AtomicBool,
+    /// From when TLS is there: the names in the client's certificate.
+    client: OnceLock<Vec<String>>,
     counters: Counters,
 }
 
@@ -33,7 +35,8 @@ impl Link {
     pub fn new(id: u64, address: Address, peer: String, socket: OwnedFd) -> std::io::Result<Self> {
         let queue = Arc::new(Answers::new()?);
         let draining = AtomicBool::new(false);
-        Ok(Self { id, address, peer, socket, queue, draining, counters: Counters::default() })
+        let (client, counters) = (OnceLock::new(), Counters::default());
+        Ok(Self { id, address, peer, socket, queue, draining, client, counters })
     }
 
     /// Who is at the other end, for logs.
@@ -44,6 +47,17 @@ impl Link {
     /// The socket; it blocks.
     pub fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
+    }
+
+    /// The connection is by TLS now, and the client's certificate has these names, if it has one.
+    pub fn secure(&self, names: Vec<String>) {
+        let set = self.client.set(names);
+        debug_assert!(set.is_ok(), "TLS starts once");
+    }
+
+    /// By TLS: the names in the client's certificate.
+    pub fn client(&self) -> Option<&[String]> {
+        self.client.get().map(|names| &names[..])
     }
 
     /// Where the device's answers arrive.

@@ -13,6 +13,7 @@ use zerocopy::{Immutable, IntoBytes};
 
 use crate::buffers::Buffers;
 use crate::proto::DataChunk;
+use crate::tls::sealer::Sealer;
 
 /// From so many bytes on, replies are sent although more requests are at hand.
 pub const SEND_THRESHOLD_BYTES: usize = 256 << 10;
@@ -46,6 +47,8 @@ pub struct Replies {
     pub sends: u64,
     /// Bytes sent so far.
     pub sent_bytes: u64,
+    /// What the bytes go through, by TLS.
+    sealer: Option<Box<Sealer>>,
 }
 
 impl Replies {
@@ -64,6 +67,7 @@ impl Replies {
             at_work: None,
             sends: 0,
             sent_bytes: 0,
+            sealer: None,
         })
     }
 
@@ -161,7 +165,13 @@ impl Replies {
         if self.plug.is_some() || self.at_work.is_some() {
             self.let_go();
         }
-        let result = if self.owned.is_empty() { self.send_plain(socket) } else { self.send_mixed(socket) };
+        let result = if self.sealer.is_some() {
+            self.send_sealed(socket)
+        } else if self.owned.is_empty() {
+            self.send_plain(socket)
+        } else {
+            self.send_mixed(socket)
+        };
         self.len = 0;
         if !self.owned.is_empty() {
             for (_, data) in self.owned.drain(..) {
@@ -184,6 +194,35 @@ impl Replies {
             self.sends += 1;
         }
         self.sent_bytes += at as u64;
+        Ok(())
+    }
+
+    /// What goes out from now on is sealed by this; nothing waits to be sent.
+    pub fn secure(&mut self, sealer: Sealer) {
+        debug_assert!(self.is_empty(), "what is for clear leaves before");
+        self.sealer = Some(Box::new(sealer));
+    }
+
+    /// By TLS: says that no more will come.
+    pub fn say_goodbye(&mut self, socket: BorrowedFd<'_>) {
+        if let Some(sealer) = &mut self.sealer {
+            sealer.close(socket);
+        }
+    }
+
+    #[inline(never)]
+    fn send_sealed(&mut self, socket: BorrowedFd<'_>) -> Result<(), rustix::io::Errno> {
+        let Some(sealer) = &mut self.sealer else { return Ok(()) };
+        let mut from = 0;
+        let between = self.owned.iter().flat_map(|(at, data)| {
+            let before = &self.buf[from..*at];
+            from = *at;
+            [before, &data[..]]
+        });
+        let rest = self.owned.last().map_or(0, |(at, _)| *at);
+        let parts = between.chain(std::iter::once(&self.buf[rest..self.len]));
+        self.sends += sealer.send(socket, parts)?;
+        self.sent_bytes += (self.len + self.owned_bytes) as u64;
         Ok(())
     }
 

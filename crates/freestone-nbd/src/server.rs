@@ -21,6 +21,7 @@ use crate::shared::ServerShared;
 use crate::stats::Stats;
 use crate::tables::{Listener, PublishError};
 use crate::template::{Make, Template};
+use crate::tls::settings::{Credentials, Policy, TlsMode};
 
 /// An NBD server: any number of addresses, each with exports of its own. A client sees what is
 /// published at the address to which it connected, and nothing else. Dropping it is
@@ -45,6 +46,25 @@ impl Server {
     /// those of one CPU, each connection's thread does all itself, in order.
     pub fn with_workers(limits: Limits, workers: &Workers) -> Self {
         Self { shared: Arc::new(ServerShared::new(limits, workers.clone())), thread: Mutex::default() }
+    }
+
+    /// Offers TLS from now on, or wants it; called once, before the server listens.
+    pub fn secure(&self, mode: TlsMode, credentials: Credentials) {
+        let set = self.shared.tls.set(Policy::new(mode, credentials));
+        debug_assert!(set.is_ok(), "a server has one mode");
+    }
+
+    /// Shows other credentials to connections from now on; those that are there stay. Nothing happens
+    /// without TLS.
+    pub fn renew(&self, credentials: Credentials) {
+        if let Some(policy) = self.shared.tls.get() {
+            policy.renew(credentials);
+        }
+    }
+
+    /// Whom TLS is for; `None`: there is none.
+    pub fn tls(&self) -> Option<TlsMode> {
+        self.shared.tls.get().map(|policy| policy.mode)
     }
 
     /// Starts to listen at an address; where it is listened on already, nothing changes. Returns
@@ -179,6 +199,7 @@ impl Server {
             read_only: options.read_only,
             default: options.default,
             without_fua: options.without_fua,
+            clients: options.clients,
             description: options.description,
             failures: options.failures,
             users: 0.into(),

@@ -30,14 +30,19 @@ use crate::shared::ServerShared;
 use crate::stats::Tally;
 use crate::stream::Stream;
 use crate::sweeps::{MAX_SWEEPS, Sweeps};
+use crate::tls::opener::SEALED_BUFFER_BYTES;
+use crate::tls::sealer::BATCH_BYTES;
 
 /// Bound of the memory that one connection holds, its thread's stack and small bookkeeping apart,
 /// in bytes.
 pub const CONNECTION_MEMORY_BYTES: usize =
-    RECEIVE_BUFFER_BYTES + REPLY_BUFFER_BYTES + MAX_SPARE_BYTES + MAX_IN_FLIGHT_BYTES + PARTS_BYTES;
+    RECEIVE_BUFFER_BYTES + REPLY_BUFFER_BYTES + MAX_SPARE_BYTES + MAX_IN_FLIGHT_BYTES + PARTS_BYTES + TLS_BYTES;
 /// Beyond the bound of what is in flight the last request and each sweep may have so much for parts
 /// of blocks.
 const PARTS_BYTES: usize = (1 + MAX_SWEEPS) * (12 << 10);
+
+/// What is received and sealed, and a batch of sealed replies.
+const TLS_BYTES: usize = SEALED_BUFFER_BYTES + BATCH_BYTES;
 
 /// A client that has sent nothing for so long is idle.
 const REST: Duration = Duration::from_secs(1);
@@ -83,7 +88,8 @@ pub enum Step {
 
 /// What comes from the client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Client {
+pub(crate) enum Client {
+    /// Requests, or it may.
     Sends,
     /// Nothing for a while: memory was given back.
     Rests,
@@ -122,7 +128,7 @@ pub struct Session<'a> {
     pub(crate) followed: bool,
     pub(crate) tally: Tally,
     finished: Vec<Finished>,
-    client: Client,
+    pub(crate) client: Client,
     /// Bytes that are still taken from the socket, once the server wants the connection to end.
     drain: Option<u64>,
 }
@@ -178,6 +184,8 @@ impl<'a> Session<'a> {
             while self.operations.in_flight > 0 && self.wait(false).is_some() {
                 self.discard_finished();
             }
+        } else {
+            self.replies.say_goodbye(self.link.socket());
         }
         self.show_tally();
     }
@@ -236,12 +244,20 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Receives once; sets `ended` where nothing more will come.
-    fn receive(&mut self, need: usize) -> Result<(), Lost> {
+    /// Bytes that are still taken from the socket, from when the server wants the connection to end.
+    pub(crate) fn begin_drain(&mut self) -> Option<u64> {
         if self.drain.is_none() && self.link.is_draining() {
             self.drain = Some(rustix::io::ioctl_fionread(self.link.socket()).unwrap_or(0));
         }
-        let limit = self.drain.unwrap_or(u64::MAX);
+        self.drain
+    }
+
+    /// Receives once; sets `ended` where nothing more will come.
+    fn receive(&mut self, need: usize) -> Result<(), Lost> {
+        if self.input.is_secure() {
+            return self.receive_sealed(need);
+        }
+        let limit = self.begin_drain().unwrap_or(u64::MAX);
         if limit == 0 {
             self.client = Client::Ended;
             return Ok(());
@@ -266,6 +282,12 @@ impl<'a> Session<'a> {
         } else {
             self.input.receive(self.link.socket(), flags, need, limit)
         };
+        self.received(received, n, flags)
+    }
+
+    /// Takes note of what a receive brought.
+    #[inline]
+    pub(crate) fn received(&mut self, received: Received, n: usize, flags: RecvFlags) -> Result<(), Lost> {
         match received {
             Received::Data => {
                 self.tally.receives += 1;
@@ -280,15 +302,17 @@ impl<'a> Session<'a> {
             // It has waited for REST.
             Received::WouldBlock if flags.is_empty() => self.rest(),
             Received::WouldBlock => {}
-            Received::End => {
-                self.client = Client::Ended;
-                // Where it is the server that wants an end, what it was asked for is done.
-                if !self.sweeps.is_empty() && !self.link.is_draining() {
-                    self.end_sweeps()?;
-                }
-            }
+            Received::End => self.client_ends()?,
         }
         Ok(())
+    }
+
+    /// The client sends no more.
+    #[cold]
+    pub(crate) fn client_ends(&mut self) -> Result<(), Lost> {
+        self.client = Client::Ended;
+        // Where it is the server that wants an end, what it was asked for is done.
+        if self.sweeps.is_empty() || self.link.is_draining() { Ok(()) } else { self.end_sweeps() }
     }
 
     /// Whether the client will send no more, also where the requests that it has sent are not yet
@@ -327,7 +351,7 @@ impl<'a> Session<'a> {
 
     /// Waits until something has finished, or with `input` until the socket has something; answers
     /// whether it has. `None`: the connection was cut.
-    fn wait(&mut self, input: bool) -> Option<bool> {
+    pub(crate) fn wait(&mut self, input: bool) -> Option<bool> {
         let queue = self.link.queue();
         // Whoever cuts after this look wakes the poll; an earlier wake may have been taken already.
         if queue.is_ended() {

@@ -9,11 +9,12 @@ use freestone_core::budget::Budget;
 use freestone_core::workers::Workers;
 
 use crate::acceptor::{Acceptor, Next};
-use crate::address::Address;
-use crate::export::Export;
+use crate::export::{EnterError, Export};
 use crate::limits::Limits;
 use crate::link::Link;
-use crate::tables::{Due, EnterError, Tables};
+use crate::newcomers::Room;
+use crate::tables::{Due, Tables};
+use crate::tls::settings::Policy;
 
 /// How long a connection that was cut may take to notice; only a device call that hangs takes
 /// longer.
@@ -35,6 +36,8 @@ pub struct ServerShared {
     pub budget: Arc<Budget>,
     /// Who does large requests beside the connections' threads.
     pub workers: Workers,
+    /// How TLS is done, where it is; set before anything is listened on.
+    pub tls: OnceLock<Policy>,
     /// Lets one call at a time start to listen.
     pub binding: Mutex<()>,
     tables: Mutex<Tables>,
@@ -51,6 +54,7 @@ impl ServerShared {
             workers,
             budget: Budget::new(limits.max_memory_in_flight),
             limits,
+            tls: OnceLock::new(),
             binding: Mutex::default(),
             tables: Mutex::default(),
             ended: Condvar::default(),
@@ -110,9 +114,10 @@ impl ServerShared {
 
 /// What the thread of a connection asks for.
 impl ServerShared {
-    /// The export of this name at an address.
-    pub fn find(&self, address: &Address, name: &str) -> Result<Arc<Export>, EnterError> {
-        self.lock().find(address, name)
+    /// The export of this name, where the client sees it.
+    pub fn find(&self, link: &Link, name: &str) -> Result<Arc<Export>, EnterError> {
+        let export = self.lock().find(&link.address, name)?;
+        export.admit(link).map(|()| export)
     }
 
     /// As [`find`](Self::find), and from now on the connection counts as a user of the export.
@@ -120,6 +125,10 @@ impl ServerShared {
     pub fn enter(&self, link: &Link, name: &str) -> Result<Arc<Export>, EnterError> {
         let deadline = Instant::now() + self.limits.handshake_total;
         let mut tables = self.lock();
+        tables.find(&link.address, name)?.admit(link)?;
+        if tables.newcomers.remove(link.id) {
+            self.wake();
+        }
         while tables.is_held(&link.address, name)? {
             if deadline <= Instant::now() {
                 return Err(EnterError::Failed("the device does not come back".to_owned()));
@@ -129,6 +138,7 @@ impl ServerShared {
             let waited = self.ended.wait_timeout(tables, HELD_LOOK);
             tables = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
+        tables.find(&link.address, name)?.admit(link)?;
         tables.enter(link, name)
     }
 
@@ -140,17 +150,23 @@ impl ServerShared {
 
     /// The connection does not use its export after all.
     pub fn withdraw(&self, link: &Link) {
-        let export = self.lock().withdraw(link);
+        let export = {
+            let mut tables = self.lock();
+            if let Some(link) = tables.links([&link.id]).first() {
+                tables.newcomers.add(link);
+            }
+            tables.withdraw(link)
+        };
         // What was published may go with its last user, which may wait for a disk: not under the
         // lock.
         drop(export);
     }
 
-    /// What a client at this address sees.
-    pub fn seen_at(&self, address: &Address) -> Vec<Arc<Export>> {
+    /// What a client sees.
+    pub fn seen_by(&self, link: &Link) -> Vec<Arc<Export>> {
         let tables = self.lock();
-        let exports = tables.listener(address).map(|listener| listener.exports.values().cloned().collect());
-        exports.unwrap_or_default()
+        let all = tables.listener(&link.address).into_iter().flat_map(|listener| listener.exports.values());
+        all.filter(|export| export.admit(link).is_ok()).cloned().collect()
     }
 
     /// The connection is to end after that time.
@@ -158,7 +174,14 @@ impl ServerShared {
         // Beyond what the clock can tell is never.
         let Some(moment) = Instant::now().checked_add(ttl) else { return };
         let nearest = self.lock().expire_at(link, moment);
-        if nearest && let Some(acceptor) = self.acceptor.get() {
+        if nearest {
+            self.wake();
+        }
+    }
+
+    /// Makes the accepting thread look again, which takes no lock but for calls that do not block.
+    fn wake(&self) {
+        if let Some(acceptor) = self.acceptor.get() {
             acceptor.wake();
         }
     }
@@ -168,6 +191,9 @@ impl ServerShared {
         let mut tables = self.lock();
         let gone = tables.leave(link);
         tables.panics += u64::from(panicked);
+        if tables.newcomers.remove(link.id) {
+            self.wake();
+        }
         self.ended.notify_all();
         drop(tables);
         // The device may go with its last user, which may wait for a disk: not under the lock.
@@ -179,12 +205,14 @@ impl ServerShared {
 impl ServerShared {
     /// Ends the connections whose time is up, and says when to look again.
     pub fn expire(&self) -> Next {
-        let (expired, until) = {
+        let now = Instant::now();
+        let (expired, until, room) = {
             let mut tables = self.lock();
             if tables.shutting_down {
                 return Next::Stop;
             }
-            tables.expired(Instant::now())
+            let (expired, until) = tables.expired(now);
+            (expired, until, tables.newcomers.room(self.limits.max_newcomers, now))
         };
         for (link, due) in expired {
             tracing::info!(peer = %link.peer(), ?due, "the connection's time is up");
@@ -193,7 +221,19 @@ impl ServerShared {
                 Due::Cut => link.cut(),
             }
         }
-        Next::Accept(until)
+        match room {
+            Room::Free => Next::Accept(until),
+            Room::For(link) => {
+                tracing::warn!(
+                    peer = %link.peer(),
+                    max_newcomers = self.limits.max_newcomers,
+                    "too many connections that choose no export: the oldest is closed"
+                );
+                link.cut();
+                Next::Accept(until)
+            }
+            Room::From(moment) => Next::Wait(until.map_or(moment, |until| until.min(moment))),
+        }
     }
 
     /// Ends connections: what they received is answered, what takes longer than `grace` is cut.

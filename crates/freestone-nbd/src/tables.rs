@@ -12,9 +12,10 @@ use freestone_core::unix_socket::SocketFile;
 use thiserror::Error;
 
 use crate::address::Address;
-use crate::export::{Export, ExportInfo, Source};
+use crate::export::{EnterError, Export, ExportInfo, Source};
 use crate::limits::END_GRACE;
 use crate::link::Link;
+use crate::newcomers::Newcomers;
 use crate::proto::MAX_STRING_BYTES;
 use crate::stats::Stats;
 
@@ -76,6 +77,8 @@ pub struct Tables {
     names: HashMap<String, Name>,
     /// By identifier.
     pub connections: HashMap<u64, Connection>,
+    /// Those that have no export yet.
+    pub newcomers: Newcomers,
     /// Names of exports that nobody gets now, with how often each is held.
     held: HashMap<String, usize>,
     /// By moment and connection: the ends of templates' devices.
@@ -141,17 +144,6 @@ pub enum Due {
 
 /// What was taken away, and the links of the connections that use it.
 pub type Unpublished = (Vec<Arc<Export>>, Vec<Arc<Link>>);
-
-/// Why a client gets no export.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum EnterError {
-    /// There is none of the name at the client's address.
-    Unknown,
-    /// The server is going away.
-    ShuttingDown,
-    /// No device could be made for it; a sentence.
-    Failed(String),
-}
 
 impl Tables {
     fn new_id(&mut self) -> u64 {
@@ -276,6 +268,7 @@ impl Tables {
                 read_only: export.read_only,
                 default: export.default,
                 without_fua: export.without_fua,
+                clients: export.clients.clone(),
                 description: description.to_owned(),
                 failures: Arc::clone(failures),
                 users: 0.into(),
@@ -343,6 +336,7 @@ impl Tables {
             at.connections.insert(id);
             let connection = Connection { link: Arc::clone(&link), listener, export: None, deadline: None };
             self.connections.insert(id, connection);
+            self.newcomers.add(&link);
             link
         }))
     }
@@ -480,6 +474,7 @@ fn told(export: &Export) -> ExportInfo {
         read_only: export.read_only,
         default: export.default,
         template: export.template().is_some(),
+        clients: export.clients.clone(),
         description: export.description.clone(),
         connections: export.users.load(Ordering::SeqCst),
     }

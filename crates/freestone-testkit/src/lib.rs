@@ -10,6 +10,7 @@
 //! * [`Through`]: a device that is used by way of an export.
 //! * [`s3`]: a server of objects, in this process, that fails as it is told.
 //! * [`Latency`]: a line to a server with a round trip's time and a bandwidth, which counts what goes over it.
+//! * [`certificates`]: for TLS.
 //! * [`objects`]: a store of objects in memory that fails when it is told to.
 //! * [`vhost_user`]: a frontend, for exports to virtual machines.
 //!
@@ -21,6 +22,7 @@
 //! conformance::check("model", &|| Arc::new(Model::new(1 << 20, 512)), options);
 //! ```
 
+pub mod certificates;
 mod compare;
 pub mod conformance;
 mod deferred;

@@ -8,49 +8,10 @@ use std::time::{Duration, Instant};
 use freestone_core::device::{Blocking as _, Device as _, Flags};
 use freestone_nbd_client::{Config, Nbd, TlsFiles};
 use freestone_nbd_proto::{option, reply};
-use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose,
-};
+use freestone_testkit::certificates::{Authority, Usage};
 
 use crate::fake::{Fake, TOLD};
 use crate::harness::PATIENCE;
-
-/// Somebody whom others trust, and what was signed.
-struct Authority {
-    dir: PathBuf,
-    issuer: Issuer<'static, KeyPair>,
-}
-
-impl Authority {
-    /// With `ca-cert.pem` in the directory.
-    fn new(dir: PathBuf) -> Self {
-        fs::create_dir(&dir).unwrap();
-        let mut params = CertificateParams::default();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        params.distinguished_name.push(DnType::CommonName, "authority");
-        let key = KeyPair::generate().unwrap();
-        fs::write(dir.join("ca-cert.pem"), params.self_signed(&key).unwrap().pem()).unwrap();
-        Self { dir, issuer: Issuer::new(params, key) }
-    }
-
-    /// `NAME-cert.pem` and `NAME-key.pem`, as qemu and nbdkit look for them.
-    fn sign(&self, name: &str, host: &str, usage: ExtendedKeyUsagePurpose) {
-        let mut params = CertificateParams::new(vec![host.to_owned()]).unwrap();
-        params.distinguished_name.push(DnType::CommonName, name);
-        params.extended_key_usages = vec![usage];
-        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        let key = KeyPair::generate().unwrap();
-        let cert = params.signed_by(&key, &self.issuer).unwrap();
-        fs::write(self.dir.join(format!("{name}-cert.pem")), cert.pem()).unwrap();
-        fs::write(self.dir.join(format!("{name}-key.pem")), key.serialize_pem()).unwrap();
-    }
-
-    fn file(&self, name: &str) -> PathBuf {
-        self.dir.join(name)
-    }
-}
 
 /// A server that ends with the test.
 struct Process(Child);
@@ -104,11 +65,11 @@ fn qemu_nbd_is_trusted_as_far_as_its_certificate_goes() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let ours = Authority::new(dir.join("ours"));
-    ours.sign("server", "localhost", ExtendedKeyUsagePurpose::ServerAuth);
-    ours.sign("client", "anybody", ExtendedKeyUsagePurpose::ClientAuth);
+    ours.sign("server", "localhost", Usage::Server);
+    ours.sign("client", "anybody", Usage::Client);
     let other = Authority::new(dir.join("other"));
-    other.sign("client", "anybody", ExtendedKeyUsagePurpose::ClientAuth);
-    let _server = qemu_nbd(dir, &ours.dir);
+    other.sign("client", "anybody", Usage::Client);
+    let _server = qemu_nbd(dir, ours.dir());
     let tls = TlsFiles {
         ca: Some(ours.file("ca-cert.pem")),
         cert: Some(ours.file("client-cert.pem")),
@@ -151,11 +112,11 @@ fn nbdkit_over_tcp_with_tls() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let ours = Authority::new(dir.join("ours"));
-    ours.sign("server", "127.0.0.1", ExtendedKeyUsagePurpose::ServerAuth);
+    ours.sign("server", "127.0.0.1", Usage::Server);
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let mut command = Command::new("nbdkit");
     command.args(["-f", "-P"]).arg(dir.join("pid")).args(["-i", "127.0.0.1", "-p", &free.to_string()]);
-    command.arg("--tls=require").arg(format!("--tls-certificates={}", ours.dir.display()));
+    command.arg("--tls=require").arg(format!("--tls-certificates={}", ours.dir().display()));
     command.args(["memory", "8M"]);
     let _server = Process::start(&mut command, &dir.join("pid"));
     let tls = TlsFiles { ca: Some(ours.file("ca-cert.pem")), ..TlsFiles::default() };

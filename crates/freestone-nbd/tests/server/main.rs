@@ -11,6 +11,7 @@ mod holes;
 mod listening;
 mod sweeps;
 mod templates;
+mod tls;
 mod transmission;
 mod waiting;
 mod workers;

@@ -4,6 +4,7 @@
 
 pub mod client;
 pub mod device;
+pub mod secure;
 pub mod vast;
 
 use std::sync::Arc;

@@ -1,0 +1,55 @@
+//! Connections that have not chosen an export: nobody knows yet who is at the other end, so they are
+//! few, and nobody keeps others out for long.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::limits::NEWCOMER_GRACE;
+use crate::link::Link;
+
+/// Those connections.
+#[derive(Debug, Default)]
+pub struct Newcomers {
+    /// By identifier, so in the order in which they came.
+    all: BTreeMap<u64, (Instant, Arc<Link>)>,
+    /// Somebody waits until there is room.
+    is_waited_for: bool,
+}
+
+/// Whether one more may come.
+#[derive(Debug)]
+pub enum Room {
+    /// It may.
+    Free,
+    /// It may, in the place of this one, which was here for longer than anybody needs.
+    For(Arc<Link>),
+    /// Not before one has gone, or this moment.
+    From(Instant),
+}
+
+impl Newcomers {
+    /// One has come.
+    pub fn add(&mut self, link: &Arc<Link>) {
+        self.all.insert(link.id, (Instant::now(), Arc::clone(link)));
+    }
+
+    /// One has chosen an export, or has left. True: somebody waits for its place and is to be told.
+    pub fn remove(&mut self, id: u64) -> bool {
+        self.all.remove(&id).is_some() && std::mem::take(&mut self.is_waited_for)
+    }
+
+    /// Whether there is room for one more of at most `max`.
+    pub fn room(&mut self, max: usize, now: Instant) -> Room {
+        if self.all.len() < max.max(1) {
+            return Room::Free;
+        }
+        let Some(oldest) = self.all.first_entry() else { return Room::Free };
+        let due = oldest.get().0 + NEWCOMER_GRACE;
+        if due <= now {
+            return Room::For(oldest.remove().1);
+        }
+        self.is_waited_for = true;
+        Room::From(due)
+    }
+}

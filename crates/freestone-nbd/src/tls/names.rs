@@ -1,0 +1,120 @@
+//! The names in a client's certificate: its DNS names and URIs, and its common name.
+
+use rustls::pki_types::CertificateDer;
+use webpki::EndEntityCert;
+
+/// Most names of one certificate that are looked at.
+const MAX_NAMES: usize = 64;
+/// Tags of DER: of the parts of a name, and of the texts that are UTF-8 or a part of it.
+const SEQUENCE: u8 = 0x30;
+const SET: u8 = 0x31;
+const OBJECT_IDENTIFIER: u8 = 0x06;
+const UTF8_STRING: u8 = 0x0c;
+const PRINTABLE_STRING: u8 = 0x13;
+const IA5_STRING: u8 = 0x16;
+/// `id-at-commonName`, 2.5.4.3.
+const COMMON_NAME: [u8; 3] = [0x55, 0x04, 0x03];
+
+/// The names in a certificate that was verified.
+pub fn names_of(certificate: &CertificateDer<'_>) -> Vec<String> {
+    let Ok(parsed) = EndEntityCert::try_from(certificate) else { return Vec::new() };
+    let dns = parsed.valid_dns_names().chain(parsed.valid_uri_names()).map(str::to_owned);
+    let mut names: Vec<String> = dns.chain(common_names(parsed.subject())).take(MAX_NAMES).collect();
+    let mut seen = Vec::new();
+    names.retain(|name| {
+        let is_new = !seen.contains(name);
+        seen.push(name.clone());
+        is_new
+    });
+    names
+}
+
+/// The common names of a subject: the content of a sequence of sets of pairs.
+fn common_names(mut subject: &[u8]) -> Vec<String> {
+    let mut names = Vec::new();
+    while let Some((SET, mut pairs)) = element(&mut subject) {
+        while let Some((SEQUENCE, mut pair)) = element(&mut pairs) {
+            let (Some((OBJECT_IDENTIFIER, kind)), Some((tag, text))) = (element(&mut pair), element(&mut pair))
+            else {
+                continue;
+            };
+            if kind == COMMON_NAME
+                && matches!(tag, UTF8_STRING | PRINTABLE_STRING | IA5_STRING)
+                && let Ok(name) = std::str::from_utf8(text)
+                && !name.is_empty()
+                && !name.chars().any(char::is_control)
+            {
+                names.push(name.to_owned());
+            }
+        }
+    }
+    names
+}
+
+/// The next element of DER: its tag and its content.
+fn element<'a>(bytes: &mut &'a [u8]) -> Option<(u8, &'a [u8])> {
+    let [tag, first, rest @ ..] = *bytes else { return None };
+    let (len, rest) = match first {
+        0..=0x7f => (usize::from(*first), rest),
+        0x81 => (usize::from(*rest.first()?), &rest[1..]),
+        0x82 => (usize::from(u16::from_be_bytes(*rest.first_chunk()?)), &rest[2..]),
+        // No name is longer.
+        _ => return None,
+    };
+    let (content, rest) = rest.split_at_checked(len)?;
+    *bytes = rest;
+    Some((*tag, content))
+}
+
+#[cfg(test)]
+mod tests {
+    use rcgen::{CertificateParams, DnType, KeyPair, SanType};
+
+    use super::*;
+
+    fn certificate(change: impl FnOnce(&mut CertificateParams)) -> CertificateDer<'static> {
+        let mut params = CertificateParams::new(vec!["a.example".to_owned(), "b.example".to_owned()]).unwrap();
+        params.distinguished_name.push(DnType::OrganizationName, "others");
+        change(&mut params);
+        params.self_signed(&KeyPair::generate().unwrap()).unwrap().der().clone()
+    }
+
+    #[test]
+    fn all_names_are_found_once() {
+        let found = names_of(&certificate(|params| {
+            params.distinguished_name.push(DnType::CommonName, "A host of \u{fc}s");
+            params.subject_alt_names.push(SanType::URI("spiffe://x/y".try_into().unwrap()));
+        }));
+        assert_eq!(found, ["a.example", "b.example", "spiffe://x/y", "A host of \u{fc}s"]);
+        let found =
+            names_of(&certificate(|params| params.distinguished_name.push(DnType::CommonName, "b.example")));
+        assert_eq!(found, ["a.example", "b.example"]);
+        // A long one has a long length.
+        let long = "n".repeat(300);
+        let found =
+            names_of(&certificate(|params| params.distinguished_name.push(DnType::CommonName, &long[..])));
+        assert!(found.contains(&long));
+    }
+
+    #[test]
+    fn a_name_that_could_be_read_as_another_is_none() {
+        let found =
+            names_of(&certificate(|params| params.distinguished_name.push(DnType::CommonName, "a\0b")));
+        assert_eq!(found, ["a.example", "b.example"]);
+    }
+
+    #[test]
+    fn any_bytes_are_read_without_a_panic() {
+        let good = certificate(|params| params.distinguished_name.push(DnType::CommonName, "name"));
+        let subject = EndEntityCert::try_from(&good).unwrap().subject().to_vec();
+        assert_eq!(common_names(&subject), ["name"]);
+        for end in 0..subject.len() {
+            common_names(&subject[..end]);
+            for value in [0, 0x7f, 0x80, 0x81, 0x82, 0x84, 0xff] {
+                let mut bytes = subject.clone();
+                bytes[end] = value;
+                common_names(&bytes);
+            }
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! A server with TLS, and clients that come by it.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use freestone_core::device::Device;
+use freestone_nbd::{
+    Address, Clients, Credentials, ExportOptions, Limits, Server, TlsFiles, TlsMode, Workers,
+};
+use freestone_testkit::certificates::{Authority, Usage};
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned, SupportedProtocolVersion};
+
+use super::client::{ACK, Client, option};
+use super::device::MemDevice;
+
+pub const STARTTLS: u32 = 5;
+pub const ERR_TLS_REQD: u32 = 0x8000_0005;
+
+/// A server with TLS at a Unix socket, and whom it trusts.
+pub struct Secure {
+    pub server: Server,
+    pub address: Address,
+    pub ours: Authority,
+    pub directory: tempfile::TempDir,
+}
+
+impl Secure {
+    pub fn new(mode: TlsMode) -> Self {
+        Self::with(mode, Limits::default(), true)
+    }
+
+    /// With clients' certificates verified, or not.
+    pub fn with(mode: TlsMode, limits: Limits, verify: bool) -> Self {
+        Self::over(Server::with_workers(limits, &Workers::new(2)), mode, verify)
+    }
+
+    fn over(server: Server, mode: TlsMode, verify: bool) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let ours = Authority::new(directory.path().join("tls"));
+        ours.sign("server", "localhost", Usage::Server);
+        ours.sign("alice", "alice.example", Usage::Client);
+        server.secure(mode, Credentials::load(&files(&ours, verify)).unwrap());
+        let address = server.listen(&Address::Unix(directory.path().join("nbd.sock"))).unwrap();
+        Self { server, address, ours, directory }
+    }
+
+    pub fn publish(&self, name: &str, device: &Arc<MemDevice>, clients: Clients) {
+        let options = ExportOptions { default: name == "disk", clients, ..ExportOptions::default() };
+        let device: Arc<dyn Device> = device.clone();
+        self.server.publish(&self.address, name, device, options).unwrap();
+    }
+
+    /// In clear, behind the greeting.
+    pub fn clear(&self) -> Client {
+        let mut client = Client::connect(&self.address);
+        client.greet(3);
+        client
+    }
+
+    pub fn socket(&self) -> UnixStream {
+        let Address::Unix(path) = &self.address else { unreachable!("it is one") };
+        let socket = UnixStream::connect(path).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        socket
+    }
+
+    /// By TLS, behind the greeting.
+    pub fn client(&self) -> Client {
+        self.client_as(Some("alice"), rustls::ALL_VERSIONS)
+    }
+
+    /// The same with this certificate or without one.
+    pub fn client_as(&self, who: Option<&str>, versions: &[&'static SupportedProtocolVersion]) -> Client {
+        let stream = self.stream(&self.ours, who, versions);
+        Client::over(Box::new(stream))
+    }
+
+    /// A connection that has answered the greeting and was told to start TLS.
+    pub fn upgraded(&self) -> UnixStream {
+        let socket = self.socket();
+        let mut client = Client::over(Box::new(socket.try_clone().unwrap()));
+        client.greet(3);
+        client.send(&option(STARTTLS, &[]));
+        let reply = client.option_reply(STARTTLS);
+        assert_eq!((reply.kind, reply.data.len()), (ACK, 0));
+        socket
+    }
+
+    /// By TLS, with a certificate of this authority; the handshake is done with the first bytes.
+    pub fn stream(
+        &self,
+        of: &Authority,
+        who: Option<&str>,
+        versions: &[&'static SupportedProtocolVersion],
+    ) -> StreamOwned<ClientConnection, UnixStream> {
+        StreamOwned::new(connection(&self.ours, of, who, versions), self.upgraded())
+    }
+
+    /// No connection is left, and the server still serves.
+    pub fn assert_sound(&self) {
+        super::eventually(|| self.server.stats().connections == 0);
+        self.assert_serves();
+        super::eventually(|| self.server.stats().connections == 0);
+    }
+
+    /// It serves.
+    pub fn assert_serves(&self) {
+        let mut client = self.client();
+        client.structured();
+        client.go("disk");
+        assert_eq!(client.read(0, 512).unwrap().len(), 512);
+        client.disconnect();
+    }
+}
+
+pub fn files(ours: &Authority, verify: bool) -> TlsFiles {
+    TlsFiles {
+        cert: ours.file("server-cert.pem"),
+        key: ours.file("server-key.pem"),
+        client_ca: verify.then(|| ours.file("ca-cert.pem")),
+    }
+}
+
+/// The client's side, before its first byte.
+pub fn connection(
+    trusts: &Authority,
+    of: &Authority,
+    who: Option<&str>,
+    versions: &[&'static SupportedProtocolVersion],
+) -> ClientConnection {
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(trusts.file("ca-cert.pem")).unwrap()).unwrap();
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(versions)
+        .unwrap()
+        .with_root_certificates(roots);
+    let config = match who {
+        None => config.with_no_client_auth(),
+        Some(who) => {
+            let chain = vec![CertificateDer::from_pem_file(of.file(&format!("{who}-cert.pem"))).unwrap()];
+            let key = PrivateKeyDer::from_pem_file(of.file(&format!("{who}-key.pem"))).unwrap();
+            config.with_client_auth_cert(chain, key).unwrap()
+        }
+    };
+    let server = ServerName::try_from("localhost").unwrap();
+    ClientConnection::new(Arc::new(config), server).unwrap()
+}
+
+/// The connection ends without a word in clear, whatever was sent before.
+pub fn assert_ends(socket: &mut (impl Read + Write)) {
+    let mut rest = [0; 4096];
+    loop {
+        match socket.read(&mut rest) {
+            Ok(0) => return,
+            Ok(n) => assert!(!rest[..n].windows(8).any(|bytes| bytes == b"IHAVEOPT"), "it went on"),
+            Err(error) => {
+                use std::io::ErrorKind::{ConnectionReset, InvalidData, UnexpectedEof};
+                assert!(matches!(error.kind(), ConnectionReset | InvalidData | UnexpectedEof), "{error}");
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,497 @@
+//! TLS: what clients get by it, who gets it, and what cannot be done to it from between.
+
+use std::collections::HashMap;
+use std::io::Write as _;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use freestone_nbd::{Clients, Credentials, Limits, MAX_CLEAR_BYTES, MAX_TLS_HANDSHAKE_BYTES, TlsMode};
+use freestone_testkit::certificates::{Authority, Usage};
+use rustls::version::{TLS12, TLS13};
+
+use crate::common::client::{
+    ACK, Client, ERR_INVALID, ERR_POLICY, ERR_UNKNOWN, READ, SERVER, WRITE, context_data, info_data, option,
+    request,
+};
+use crate::common::device::{Manner, MemDevice};
+use crate::common::secure::{ERR_TLS_REQD, STARTTLS, Secure, assert_ends, files};
+use crate::common::{Fixture, eventually, pattern};
+
+const ABORT: u32 = 2;
+const LIST: u32 = 3;
+const INFO: u32 = 6;
+const GO: u32 = 7;
+
+fn serving(mode: TlsMode) -> (Secure, Arc<MemDevice>) {
+    let secure = Secure::new(mode);
+    let device = MemDevice::new(64 << 20);
+    secure.publish("disk", &device, Clients::All);
+    (secure, device)
+}
+
+fn listed(client: &mut Client) -> Vec<String> {
+    let mut replies = client.option(LIST, &[]);
+    assert_eq!(replies.pop().unwrap().kind, ACK);
+    let name = |data: &[u8]| String::from_utf8(data[4..].to_vec()).unwrap();
+    replies.iter().inspect(|reply| assert_eq!(reply.kind, SERVER)).map(|reply| name(&reply.data)).collect()
+}
+
+#[test]
+fn requests_of_all_sizes_in_both_versions() {
+    let (secure, device) = serving(TlsMode::Require);
+    let lens = [1, 512, 4096, 16_383, 16_384, 16_385, 100_000, 128 << 10, 256 << 10, 300_000, 5 << 20];
+    for versions in [&[&TLS12][..], &[&TLS13]] {
+        for manner in [Manner::Inline, Manner::Thread] {
+            device.set(manner);
+            for structured in [true, false] {
+                let mut client = secure.client_as(Some("alice"), versions);
+                if structured {
+                    client.structured();
+                }
+                client.go("disk");
+                for (n, len) in lens.into_iter().enumerate() {
+                    let data = pattern(n as u64 + u64::from(structured), len);
+                    assert_eq!(client.write(0, 4096 * n as u64, &data), 0);
+                    assert!(client.read(4096 * n as u64, len as u32).unwrap() == data, "{len}");
+                }
+                client.disconnect();
+            }
+        }
+    }
+    device.set(Manner::Inline);
+    // In one piece, in windows, and of a device that wants the whole first.
+    let mut client = secure.client();
+    client.structured();
+    client.go("disk");
+    let data = pattern(7, 33 << 20);
+    assert_eq!(client.write(0, 4096, &data), 0);
+    assert!(client.read(4096, 33 << 20).unwrap() == data);
+    client.disconnect();
+    let mut client = secure.client();
+    client.go("disk");
+    assert!(client.read(4096, 33 << 20).unwrap() == data);
+    client.disconnect();
+    let zoned = MemDevice::zoned(8 << 20);
+    secure.publish("zoned", &zoned, Clients::All);
+    let mut client = secure.client();
+    client.go("zoned");
+    for len in [300 << 10, 2 << 20] {
+        let data = pattern(3, len);
+        assert_eq!(client.write(0, 0, &data), 0);
+        assert!(client.read(0, len as u32).unwrap() == data);
+    }
+    client.disconnect();
+    secure.assert_sound();
+}
+
+#[test]
+fn many_requests_at_once_are_answered_each() {
+    let (secure, device) = serving(TlsMode::Require);
+    for manner in [Manner::Inline, Manner::Thread] {
+        device.set(manner);
+        let mut client = secure.client();
+        client.structured();
+        client.go("disk");
+        let mut bytes = Vec::new();
+        let mut wanted = HashMap::new();
+        for n in 0..200_u64 {
+            let len = if n % 5 == 0 { 200_000 } else { 4096 };
+            bytes.extend(request(0, WRITE, n, n * 200_000, len));
+            bytes.extend(pattern(n, len as usize));
+            wanted.insert(1000 + n, (n * 200_000, len));
+        }
+        client.send(&bytes);
+        for _ in 0..200 {
+            let cookie = client.chunk().cookie();
+            assert!(cookie < 200);
+        }
+        let reads: Vec<u8> =
+            wanted.iter().flat_map(|(cookie, (at, len))| request(0, READ, *cookie, *at, *len)).collect();
+        client.send(&reads);
+        let all = wanted.clone();
+        let got = client.read_replies(&mut wanted);
+        for (cookie, (_, len)) in all {
+            assert!(got[&cookie].as_ref().unwrap() == &pattern(cookie - 1000, len as usize), "{cookie}");
+        }
+        client.disconnect();
+    }
+    secure.assert_sound();
+}
+
+#[test]
+fn where_it_is_required_nothing_is_answered_in_clear() {
+    let (secure, _device) = serving(TlsMode::Require);
+    let mut client = secure.clear();
+    for kind in [0, LIST, 4, INFO, GO, 8, 9, 10, 11, u32::MAX] {
+        for data in [vec![], info_data("disk", &[]), context_data("disk", &["base:allocation"]), vec![7; 2000]] {
+            let replies = client.option(kind, &data);
+            assert_eq!(replies.len(), 1, "option {kind}");
+            assert_eq!(replies[0].kind, ERR_TLS_REQD, "option {kind}");
+            assert!(!String::from_utf8_lossy(&replies[0].data).contains("disk"));
+        }
+    }
+    assert_eq!(client.outcome(ABORT, &[]), ACK);
+    client.assert_closed();
+    // It has no answer but the export.
+    let mut client = secure.clear();
+    client.send(&option(1, b"disk"));
+    client.assert_closed();
+    let mut client = secure.clear();
+    client.send(&option(1, b""));
+    client.assert_closed();
+    secure.assert_sound();
+}
+
+#[test]
+fn what_was_negotiated_before_does_not_count_behind() {
+    let (secure, _device) = serving(TlsMode::On);
+    let socket = secure.socket();
+    let mut clear = Client::over(Box::new(socket.try_clone().unwrap()));
+    clear.greet(3);
+    clear.structured();
+    clear.set_context("disk");
+    assert_eq!(clear.outcome(STARTTLS, b"x"), ERR_INVALID);
+    assert_eq!(clear.outcome(STARTTLS, &[]), ACK);
+    let connection =
+        crate::common::secure::connection(&secure.ours, &secure.ours, Some("alice"), rustls::ALL_VERSIONS);
+    let mut client = Client::over(Box::new(rustls::StreamOwned::new(connection, socket)));
+    // Once is enough.
+    for data in [&[][..], b"x"] {
+        assert_eq!(client.outcome(STARTTLS, data), ERR_INVALID);
+    }
+    // Contexts need structured replies, which there are none of.
+    assert_eq!(client.outcome(10, &context_data("disk", &["base:allocation"])), ERR_INVALID);
+    let (_, flags) = client.go("disk");
+    assert_eq!(flags & (1 << 7), 0, "DF is for structured replies");
+    assert_eq!(client.read(0, 512).unwrap().len(), 512);
+    assert_ne!(client.run(0, 7, 0, 512), 0, "block status without a context");
+    client.disconnect();
+    // And in clear all is as ever.
+    let mut client = secure.clear();
+    client.structured();
+    client.go("disk");
+    client.read(0, 512).unwrap();
+    client.disconnect();
+}
+
+#[test]
+fn without_it_the_option_is_refused() {
+    let fixture = Fixture::serving(&MemDevice::new(1 << 20));
+    let mut client = fixture.connect();
+    client.greet(3);
+    assert_eq!(client.outcome(STARTTLS, &[]), ERR_POLICY);
+    assert_eq!(client.outcome(STARTTLS, b"x"), ERR_INVALID);
+    client.go("disk");
+    client.disconnect();
+}
+
+/// What somebody in between sends first must not be taken for what the client sends by TLS.
+#[test]
+fn bytes_in_front_of_tls_end_the_connection() {
+    let (secure, device) = serving(TlsMode::On);
+    let extras: [Vec<u8>; 4] =
+        [option(GO, &info_data("disk", &[])), option(8, &[]), vec![0], vec![22, 3, 1, 0, 5]];
+    for extra in &extras {
+        // Together with the option.
+        let mut socket = secure.socket();
+        let mut client = Client::over(Box::new(socket.try_clone().unwrap()));
+        client.greet(3);
+        let mut bytes = option(STARTTLS, &[]);
+        bytes.extend(extra);
+        client.send(&bytes);
+        assert_ends(&mut socket);
+    }
+    for extra in &extras[..2] {
+        // Behind the answer, in front of the handshake.
+        let mut socket = secure.upgraded();
+        socket.write_all(extra).unwrap();
+        assert_ends(&mut socket);
+        // Behind the handshake.
+        let mut stream = secure.stream(&secure.ours, Some("alice"), rustls::ALL_VERSIONS);
+        stream.conn.complete_io(&mut stream.sock).unwrap();
+        stream.sock.write_all(extra).unwrap();
+        assert_ends(&mut stream);
+    }
+    assert!(device.log.lock().unwrap().is_empty());
+    secure.assert_sound();
+}
+
+#[test]
+fn a_record_that_was_changed_ends_the_connection_before_any_effect() {
+    let (secure, device) = serving(TlsMode::Require);
+    for versions in [&[&TLS12][..], &[&TLS13]] {
+        for (at, change) in [(0, 1), (3, 0x40), (4, 1), (5, 1), (20, 1), (40, 0x80)] {
+            let mut stream = secure.stream(&secure.ours, Some("alice"), versions);
+            stream.write_all(&option(GO, &info_data("disk", &[]))).unwrap();
+            let mut client = Client::over(Box::new(stream.sock.try_clone().unwrap()));
+            stream.flush().unwrap();
+            // The answers, which are not looked at.
+            std::thread::sleep(Duration::from_millis(20));
+            let mut sealed = Vec::new();
+            stream.conn.writer().write_all(&request(0, WRITE, 1, 0, 512)).unwrap();
+            stream.conn.writer().write_all(&[9; 512]).unwrap();
+            while stream.conn.wants_write() {
+                stream.conn.write_tls(&mut sealed).unwrap();
+            }
+            sealed[at] ^= change;
+            // As much again, so that a longer record is complete.
+            sealed.extend(vec![0; 20_000]);
+            client.stream.write_all(&sealed).unwrap();
+            assert_ends(&mut stream.sock);
+        }
+    }
+    eventually(|| secure.server.stats().connections == 0);
+    assert!(device.log.lock().unwrap().is_empty(), "{:?}", device.log.lock().unwrap());
+    secure.assert_sound();
+}
+
+#[test]
+fn keys_can_change_at_any_time() {
+    let (secure, _device) = serving(TlsMode::Require);
+    let mut stream = secure.stream(&secure.ours, Some("alice"), &[&TLS13]);
+    stream.write_all(&option(GO, &info_data("disk", &[]))).unwrap();
+    let socket = stream.sock.try_clone().unwrap();
+    let shared = Arc::new(std::sync::Mutex::new(stream));
+    struct Both(Arc<std::sync::Mutex<rustls::StreamOwned<rustls::ClientConnection, std::os::unix::net::UnixStream>>>);
+    impl std::io::Read for Both {
+        fn read(&mut self, buf: &mut [u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().read(buf)
+        }
+    }
+    impl std::io::Write for Both {
+        fn write(&mut self, buf: &[u8]) -> std::io::Result<usize> {
+            let mut stream = self.0.lock().unwrap();
+            // The other side is asked for as much.
+            stream.conn.refresh_traffic_keys().unwrap();
+            stream.write(buf)
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            self.0.lock().unwrap().flush()
+        }
+    }
+    let mut client = Client::over(Box::new(Both(shared)));
+    assert_eq!(client.option_replies(GO).last().unwrap().kind, ACK);
+    for n in 0..300_u64 {
+        let data = pattern(n, 1 + 517 * n as usize);
+        assert_eq!(client.write(0, n * 1000, &data), 0);
+        assert!(client.read(n * 1000, data.len() as u32).unwrap() == data);
+    }
+    client.disconnect();
+    drop(socket);
+    secure.assert_sound();
+}
+
+#[test]
+fn a_client_is_who_its_certificate_says() {
+    let secure = Secure::new(TlsMode::On);
+    let ours = &secure.ours;
+    ours.sign("bob", "bob.example", Usage::Client);
+    let device = MemDevice::new(1 << 20);
+    let named = |names: &[&str]| Clients::Named(names.iter().map(|name| (*name).to_owned()).collect());
+    secure.publish("disk", &device, Clients::All);
+    secure.publish("for-tls", &device, Clients::Secure);
+    secure.publish("for-alice", &device, named(&["alice"]));
+    secure.publish("for-bob", &device, named(&["nobody", "bob.example"]));
+    let seen = |client: &mut Client, names: &[&str]| {
+        assert_eq!(listed(client), names);
+        for name in ["disk", "for-tls", "for-alice", "for-bob", "for-nobody"] {
+            let is_there = client.outcome(INFO, &info_data(name, &[])) == ACK;
+            assert_eq!(is_there, names.contains(&name), "{name}");
+            let contexts = client.outcome(9, &context_data(name, &[]));
+            assert_eq!(contexts == ACK, names.contains(&name), "{name}");
+        }
+        let others = ["for-alice", "for-bob"].into_iter().filter(|name| !names.contains(name));
+        others.map(|name| client.outcome(GO, &info_data(name, &[]))).collect::<Vec<_>>()
+    };
+    let mut clear = secure.clear();
+    clear.structured();
+    assert_eq!(seen(&mut clear, &["disk"]), [ERR_TLS_REQD, ERR_TLS_REQD]);
+    assert_eq!(clear.outcome(GO, &info_data("for-tls", &[])), ERR_TLS_REQD);
+    clear.send(&option(1, b"for-tls"));
+    clear.assert_closed();
+    let mut alice = secure.client();
+    alice.structured();
+    assert_eq!(seen(&mut alice, &["disk", "for-tls", "for-alice"]), [ERR_UNKNOWN]);
+    alice.go("for-alice");
+    let mut bob = secure.client_as(Some("bob"), rustls::ALL_VERSIONS);
+    bob.structured();
+    assert_eq!(seen(&mut bob, &["disk", "for-tls", "for-bob"]), [ERR_UNKNOWN]);
+    bob.send(&option(1, b"for-alice"));
+    bob.assert_closed();
+    alice.read(0, 512).unwrap();
+    alice.disconnect();
+    secure.assert_sound();
+}
+
+#[test]
+fn who_is_not_trusted_gets_nothing() {
+    let (secure, _device) = serving(TlsMode::Require);
+    let others = Authority::new(secure.directory.path().join("others"));
+    others.sign("alice", "alice.example", Usage::Client);
+    secure.ours.sign("past", "past.example", Usage::ClientOnce);
+    for versions in [&[&TLS12][..], &[&TLS13]] {
+        for (of, who) in [
+            (&others, Some("alice")),
+            (&secure.ours, Some("past")),
+            // A server's, which is not for clients.
+            (&secure.ours, Some("server")),
+            (&secure.ours, None),
+        ] {
+            let mut stream = secure.stream(of, who, versions);
+            // With version 1.3 the client is told only after it has begun to talk.
+            let _ = stream.write_all(&option(GO, &info_data("disk", &[])));
+            let error = std::io::Read::read(&mut stream, &mut [0; 1]).expect_err("it is refused");
+            assert!(error.to_string().contains("received fatal alert"), "{who:?}: {error}");
+        }
+    }
+    secure.assert_sound();
+    // Where no authority is given, nobody needs one.
+    let open = Secure::with(TlsMode::Require, Limits::default(), false);
+    open.publish("disk", &MemDevice::new(1 << 20), Clients::Secure);
+    for who in [None, Some("alice")] {
+        let mut client = open.client_as(who, rustls::ALL_VERSIONS);
+        client.go("disk");
+        client.disconnect();
+    }
+}
+
+#[test]
+fn other_credentials_are_for_who_comes_next() {
+    let (secure, _device) = serving(TlsMode::Require);
+    let mut before = secure.client();
+    before.structured();
+    before.go("disk");
+    let next = Authority::new(secure.directory.path().join("next"));
+    next.sign("server", "localhost", Usage::Server);
+    next.sign("alice", "alice.example", Usage::Client);
+    // Files that do not fit leave all as it was.
+    let mut mixed = files(&next, true);
+    mixed.key = secure.ours.file("server-key.pem");
+    let error = Credentials::load(&mixed).unwrap_err().to_string();
+    assert!(error.starts_with("tls_cert=") && error.contains("with tls_key"), "{error}");
+    mixed.key = next.dir().join("none");
+    assert!(Credentials::load(&mixed).unwrap_err().to_string().starts_with("tls_key="));
+    secure.assert_serves();
+    secure.server.renew(Credentials::load(&files(&next, true)).unwrap());
+    before.read(0, 512).unwrap();
+    let renewed = Secure { ours: next, ..secure };
+    let mut after = renewed.client();
+    after.go("disk");
+    after.read(0, 512).unwrap();
+    before.read(0, 512).unwrap();
+    before.disconnect();
+    after.disconnect();
+}
+
+#[test]
+fn what_is_sent_before_tls_is_bounded() {
+    let limits =
+        Limits { handshake_silence: Duration::from_millis(300), ..Limits::default() };
+    let secure = Secure::with(TlsMode::Require, limits, true);
+    secure.publish("disk", &MemDevice::new(1 << 20), Clients::All);
+    // Options without an end.
+    let mut socket = secure.socket();
+    let mut bytes = 3_u32.to_be_bytes().to_vec();
+    while bytes.len() <= MAX_CLEAR_BYTES + 1000 {
+        bytes.extend(option(LIST, &[0; 1000]));
+    }
+    let _ = socket.write_all(&bytes);
+    let mut greeting = [0; 18];
+    std::io::Read::read_exact(&mut socket, &mut greeting).unwrap();
+    let mut answers = Vec::new();
+    let _ = std::io::Read::read_to_end(&mut socket, &mut answers);
+    assert!(answers.len() < MAX_CLEAR_BYTES / 8, "{}", answers.len());
+    // One option that is too long.
+    let mut client = secure.clear();
+    client.send(&[&b"IHAVEOPT"[..], &LIST.to_be_bytes(), &(1_u32 << 20).to_be_bytes()].concat());
+    client.assert_closed();
+    // A handshake without an end: hellos of a length that is never reached.
+    let mut socket = secure.upgraded();
+    let record = [&[22, 3, 1, 0x40, 0][..], &[1, 0, 0xff, 0xff][..], &[0; 0x4000 - 4]].concat();
+    let end = Instant::now() + Duration::from_secs(5);
+    for _ in 0..=MAX_TLS_HANDSHAKE_BYTES / record.len() {
+        let _ = socket.write_all(&record);
+    }
+    // What comes late is thrown away for a moment.
+    while socket.write_all(&record).is_ok() {
+        assert!(Instant::now() < end, "it takes all");
+    }
+    // Nothing at all, at each step.
+    let started = Instant::now();
+    let mut socket = secure.upgraded();
+    assert_ends(&mut socket);
+    let mut socket = secure.upgraded();
+    socket.write_all(&[22, 3, 1]).unwrap();
+    assert_ends(&mut socket);
+    assert!(started.elapsed() < Duration::from_secs(10));
+    secure.assert_sound();
+}
+
+#[test]
+fn the_end_of_a_server_answers_what_it_received() {
+    for round in 0..20 {
+        let (secure, device) = serving(TlsMode::Require);
+        device.set(if round % 2 == 0 { Manner::Inline } else { Manner::Thread });
+        let mut client = secure.client();
+        client.structured();
+        client.go("disk");
+        let mut bytes = Vec::new();
+        for n in 0..40_u64 {
+            bytes.extend(request(0, WRITE, n, n * 65536, 65536));
+            bytes.extend(pattern(n, 65536));
+        }
+        let writer = std::thread::spawn(move || {
+            // Until nobody reads.
+            let _ = client.stream.write_all(&bytes);
+            let mut answered = 0;
+            while let Ok(()) = client.stream.read_exact(&mut [0; 16]) {
+                answered += 1;
+            }
+            answered
+        });
+        std::thread::sleep(Duration::from_millis(round));
+        secure.server.close(&secure.address);
+        let answered = writer.join().unwrap();
+        let written = device.log.lock().unwrap().len();
+        assert!(answered <= 40 && written >= answered, "{answered} of {written}");
+        eventually(|| secure.server.stats().connections == 0);
+    }
+}
+
+#[test]
+fn who_chooses_no_export_makes_room() {
+    let limits = Limits { max_newcomers: 4, ..Limits::default() };
+    let secure = Secure::with(TlsMode::Require, limits, true);
+    secure.publish("disk", &MemDevice::new(1 << 20), Clients::All);
+    // Those that have an export do not count.
+    let users: Vec<_> = (0..6)
+        .map(|_| {
+            let mut client = secure.client();
+            client.go("disk");
+            client
+        })
+        .collect();
+    let idle: Vec<_> = (0..4).map(|_| secure.upgraded()).collect();
+    let started = Instant::now();
+    // It waits until the oldest was there for long enough.
+    let mut client = secure.client();
+    client.go("disk");
+    let waited = started.elapsed();
+    assert!(waited > Duration::from_millis(500) && waited < Duration::from_secs(20), "{waited:?}");
+    assert_ends(&mut { &idle[0] });
+    // Where one leaves, nobody waits for the rest of its time.
+    let fresh: Vec<_> = (0..2).map(|_| secure.upgraded()).collect();
+    drop(idle);
+    drop(fresh);
+    let started = Instant::now();
+    let mut last = secure.client();
+    last.go("disk");
+    assert!(started.elapsed() < Duration::from_secs(2));
+    for mut user in users {
+        user.read(0, 512).unwrap();
+        user.disconnect();
+    }
+    client.disconnect();
+    last.disconnect();
+    secure.assert_sound();
+}
