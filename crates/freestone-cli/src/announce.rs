@@ -18,8 +18,8 @@ pub fn run_command(command: &str, open_files: Option<u64>, service: &Service, co
     let export = exports.iter().find(|e| e.default).or(exports.first());
     let addresses = service.exports.nbd.addresses();
     let uri = match (export, addresses.first()) {
-        (Some(export), _) => export.address.uri(&export.name),
-        (None, Some(address)) => address.uri(""),
+        (Some(export), _) => export.uri(),
+        (None, Some(address)) => address.uri_by("", service.exports.tls.is_required()),
         (None, None) => String::new(),
     };
     let mut shell = Command::new("sh");
@@ -45,7 +45,7 @@ pub fn announce(service: &Service, control: &Path) {
     // Writing to a string cannot fail.
     let mut text = String::new();
     for export in service.exports.nbd.exports() {
-        let uri = quote(&export.address.uri(&export.name));
+        let uri = quote(&export.uri());
         let _ = writeln!(text, "{}: nbdinfo {uri}", export.name);
     }
     for entry in service.registry.all() {

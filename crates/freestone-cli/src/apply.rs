@@ -193,6 +193,12 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
             same(&key, &value, now.iter().find(|(known, _)| *known == key).map(|(_, is)| is))?;
         }
     }
+    let (now, base) = (&service.exports.tls.words, &file.base);
+    for ((key, value), (_, is)) in file.tls.clone().with_base(base).texts().into_iter().zip(now.texts()) {
+        if let Some(value) = value {
+            same(key, &value, is.as_ref())?;
+        }
+    }
     let limits = &service.limits;
     if file.max_connections.is_some_and(|most| most as usize != limits.max_connections) {
         return differs("max_connections", limits.max_connections.to_string());
@@ -421,12 +427,20 @@ fn make(service: &Service, claim: &Claim<'_>, change: Change, extent: Extent) ->
     Ok(())
 }
 
-/// Brings in what the file says now, in the background: the server may be told to end meanwhile.
-pub fn again(service: &Weak<Service>, file: &Path) {
-    let (service, file) = (Weak::clone(service), file.to_owned());
+/// Reads the files of TLS again and brings in what the file says now, in the background: the server
+/// may be told to end meanwhile.
+pub fn again(service: &Weak<Service>, file: Option<&Path>) {
+    let (service, file) = (Weak::clone(service), file.map(Path::to_owned));
     let work = move || {
         let Some(service) = service.upgrade() else { return };
         started_by::reloading();
+        let exports = &service.exports;
+        match exports.tls.renew(&exports.nbd) {
+            Ok(()) if exports.tls.mode().is_some() => info!("the files of TLS were read again"),
+            Ok(()) => {}
+            Err(why) => error!("{why}; TLS goes on with what it had"),
+        }
+        let Some(file) = file else { return started_by::ready(service.registry.all().len()) };
         let applied =
             apply(&service, &file, Extent { prune: false, force: false, check: false, adds: false });
         started_by::ready(service.registry.all().len());

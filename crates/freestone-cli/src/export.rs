@@ -34,7 +34,7 @@ impl From<ExportInfo> for Export {
     fn from(info: ExportInfo) -> Self {
         Self {
             address: info.address.to_string(),
-            uri: (info.address != Address::Stdin).then(|| info.address.uri(&info.name)),
+            uri: (info.address != Address::Stdin).then(|| info.uri()),
             read_only: info.read_only,
             default: info.default,
             template: info.template,

@@ -25,10 +25,10 @@ use crate::claims::{Claim, Claims};
 use crate::control::protocol::Fault;
 use crate::defaults::Defaults;
 pub use crate::export::Export;
-use crate::exposure;
 use crate::loops;
 use crate::places::{Place, Wanted};
 use crate::template;
+use crate::tls::{self, Tls};
 
 /// How long it may take until the server sees that a client has left, and how often it is looked.
 const LEFT_MAX: Duration = Duration::from_millis(200);
@@ -48,6 +48,8 @@ pub struct Exports {
     pub nbd: Server,
     /// Whose the empty name is.
     pub defaults: Defaults,
+    /// How clients come to it.
+    pub tls: Tls,
     /// Who may connect to the sockets that are made here.
     access: Access,
     claims: Claims,
@@ -70,11 +72,12 @@ struct Addresses {
 
 impl Exports {
     /// None, of devices that will be in `registry`.
-    pub fn new(limits: Limits, access: Access, registry: Arc<Registry>) -> Self {
+    pub fn new(limits: Limits, access: Access, tls: Tls, registry: Arc<Registry>) -> Self {
         Self {
             registry,
             nbd: Server::new(limits),
             defaults: Defaults::default(),
+            tls,
             access,
             claims: Claims::default(),
             addresses: Mutex::default(),
@@ -127,6 +130,15 @@ impl Exports {
         self.nbd.exports_named(name).iter().any(|export| export.address == *address)
     }
 
+    /// With what a client reaches a device at an NBD address.
+    pub fn uri_at(&self, name: &str, address: &Address) -> Option<String> {
+        self.nbd
+            .exports_named(name)
+            .iter()
+            .find(|export| export.address == *address)
+            .map(|export| export.uri())
+    }
+
     /// Connections to a device, as far as they are counted without a question to the kernel.
     fn connections(&self, name: &str) -> usize {
         let alone: usize = self.alone_of(name).iter().map(|export| export.connections()).sum();
@@ -161,18 +173,19 @@ impl Exports {
     /// Listens for NBD clients at an address of the command line. Returns it with the port that it
     /// got.
     pub fn listen_home(&self, address: &Address) -> Result<Address, Fault> {
+        self.tls.check_address(address).map_err(Fault::invalid)?;
         self.at_home(self.nbd.listen_as(address, &self.access))
     }
 
     /// The same with a socket that listens already.
     pub fn adopt_home(&self, socket: OwnedFd) -> Result<Address, Fault> {
-        self.at_home(self.nbd.adopt(socket))
+        let at = self.at_home(self.nbd.adopt(socket))?;
+        self.tls.check_address(&at).map(|()| at).map_err(Fault::invalid)
     }
 
     fn at_home(&self, listens: Result<Address, ListenError>) -> Result<Address, Fault> {
         let at = listens.map_err(|e| Fault::failed(Errno::EADDRNOTAVAIL, e.to_string()))?;
         loops::check_address(&self.registry, &at)?;
-        warn_of_exposure(&at);
         self.addresses().home.push(at.clone());
         Ok(at)
     }
@@ -212,6 +225,7 @@ impl Exports {
         let (at, opened) = if self.nbd.listens_at(address) {
             (address.clone(), false)
         } else {
+            self.tls.check_address(address).map_err(|why| Fault::invalid(format!("{name}: {why}")))?;
             let listen = self.nbd.listen_as(address, &self.access);
             (listen.map_err(|e| Fault::failed(Errno::EADDRNOTAVAIL, format!("{name}: {e}")))?, true)
         };
@@ -228,9 +242,6 @@ impl Exports {
         match shown {
             Ok(()) => {
                 self.defaults.settle(&at, name);
-                if opened {
-                    warn_of_exposure(&at);
-                }
                 let mut addresses = self.addresses();
                 if opened {
                     addresses.opened.insert(at.clone(), 0);
@@ -263,7 +274,8 @@ impl Exports {
         let without_fua = matches!(&entry.spec.kind, KindSpec::Null(null) if !null.fua);
         let read_only = read_only || entry.is_read_only();
         let failures = Arc::clone(&entry.failures);
-        let export = ExportOptions { read_only, default, without_fua, description, failures };
+        let clients = tls::clients_of(&entry.spec);
+        let export = ExportOptions { read_only, default, without_fua, clients, description, failures };
         match (entry.device(), &entry.spec.kind) {
             (Some(device), _) => self.nbd.publish(at, entry.name(), Arc::clone(device), export),
             (None, KindSpec::Template(spec)) => {
@@ -558,10 +570,4 @@ pub fn check_own(entry: &Entry) -> Result<(), Fault> {
 /// What clients are told that an export is.
 fn description(entry: &Entry) -> String {
     format!("freestone {} device", entry.kind.name())
-}
-
-fn warn_of_exposure(address: &Address) {
-    if let Some(warning) = exposure::warning(address) {
-        warn!("{warning}");
-    }
 }

@@ -1,25 +1,34 @@
-//! An address where others than this machine's users can connect.
+//! Addresses where others than this machine's users can connect.
 
 use std::net::ToSocketAddrs as _;
 
 use freestone_nbd::Address;
 
-/// Warns where others than this machine's users can connect.
-pub fn warning(address: &Address) -> Option<String> {
-    let Address::Tcp { host, port } = address else { return None };
-    let local = (host.as_str(), *port)
-        .to_socket_addrs()
-        .is_ok_and(|mut all| all.all(|a| a.ip().to_canonical().is_loopback()));
-    (!local).then(|| {
-        format!(
-            "{address}: not encrypted, and open to whoever reaches the port: who connects reads and writes"
-        )
-    })
+/// Whether they can. A name of a host is looked up.
+pub fn is_open(address: &Address) -> bool {
+    let Address::Tcp { host, port } = address else { return false };
+    let resolved = (host.as_str(), *port).to_socket_addrs();
+    !resolved.is_ok_and(|mut all| all.all(|at| at.ip().to_canonical().is_loopback()))
+}
+
+/// Says that they can.
+pub fn warn(address: &Address) {
+    tracing::warn!(
+        "{address}: not encrypted, and open to whoever reaches the port: who connects reads and writes"
+    );
+}
+
+/// Why it is not listened there.
+pub fn refusal(address: &Address) -> String {
+    format!(
+        "{address}: other machines can connect there, without TLS; start the server with --tls require, or say \
+         --allow-plaintext where the network is yours"
+    )
 }
 
 #[cfg(test)]
 mod tests {
-    use super::warning;
+    use super::is_open;
 
     #[test]
     fn only_loopback_is_private() {
@@ -34,9 +43,7 @@ mod tests {
             ("tcp:192.0.2.1:10809", true),
             ("tcp:[fd00::1]:10809", true),
         ] {
-            let said = warning(&address.parse().unwrap());
-            assert_eq!(said.is_some(), open, "{address}");
-            assert!(said.is_none_or(|text| text.starts_with(&format!("{address}: not encrypted"))));
+            assert_eq!(is_open(&address.parse().unwrap()), open, "{address}");
         }
     }
 }

@@ -11,6 +11,7 @@ use crate::access::AccessOf;
 use crate::control::protocol::Fault;
 use crate::control::server::{Handler, answer_to};
 use crate::service::Service;
+use crate::tls::Tls;
 
 /// Devices behind a control socket that is not there.
 pub struct Control(Arc<Service>);
@@ -21,7 +22,7 @@ impl Control {
     /// # Errors
     /// A sentence: they cannot be set up.
     pub fn new(devices: &[&str]) -> Result<Self, String> {
-        let service = Service::new(Limits::default(), AccessOf::default());
+        let service = Service::new(Limits::default(), AccessOf::default(), Tls::default());
         for device in devices {
             let spec: Spec = device.parse().map_err(|error| format!("{error}"))?;
             let claim = service.claim_new("open", [&spec]).map_err(|fault| fault.message)?;

@@ -33,6 +33,7 @@ mod start;
 mod started_by;
 mod state_args;
 mod template;
+mod tls;
 mod ublk_owner;
 mod until;
 mod verbs;

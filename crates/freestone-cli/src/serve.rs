@@ -36,6 +36,7 @@ use crate::declared::{self, Declared};
 use crate::ending::{self, Closing};
 use crate::error::Usage;
 use crate::paths;
+use crate::places::Place;
 use crate::process;
 use crate::saves::Saves;
 use crate::service::Service;
@@ -43,6 +44,7 @@ use crate::single;
 use crate::start::{self, Begun};
 use crate::started_by::{self, Pidfile};
 use crate::state_args::{Asked, StateArgs};
+use crate::tls::{Tls, TlsArgs};
 use crate::until::{self, Ended, Event, Events};
 use crate::verbs;
 
@@ -96,6 +98,8 @@ pub struct ServeArgs {
     state: StateArgs,
     #[command(flatten)]
     access: AccessArgs,
+    #[command(flatten)]
+    tls: TlsArgs,
     /// Serve the one client that is connected to standard input, and end when it ends; as inetd,
     /// systemd (Accept=yes) and ssh start servers
     #[arg(long, conflicts_with_all = ["nbd", "run"])]
@@ -128,6 +132,7 @@ struct Plan {
     /// None: nobody is to control it.
     control: Option<PathBuf>,
     access: AccessOf,
+    tls: Tls,
     limits: Limits,
     /// All that is published is shown as block devices, too.
     ublk: bool,
@@ -147,6 +152,7 @@ impl Plan {
         let state = args.state.asked(file.as_ref(), &devices)?;
         let said = file.as_ref().zip(args.config.as_deref());
         let access = AccessOf::new(&args.access, said)?;
+        let tls = Tls::new(&args.tls, said.map(|(file, path)| (&file.tls, path, &*file.base)))?;
         let FileConfig { nbd, control, max_connections, max_memory_in_flight, base: file_dir, .. } =
             file.unwrap_or_default();
         let (texts, base) =
@@ -163,6 +169,14 @@ impl Plan {
                 return Err(Usage(format!("{key}: {address}: given twice")).into());
             }
             addresses.push(address);
+        }
+        if args.check {
+            let declared = devices.iter().flat_map(|device| &device.exports);
+            let nbd = declared.filter_map(|export| match &export.place {
+                Place::Nbd(address) => Some(address),
+                Place::VhostUser(_) | Place::Ublk(_) => None,
+            });
+            addresses.iter().chain(nbd).try_for_each(|address| tls.check_address(address)).map_err(Usage)?;
         }
         if args.single {
             if !addresses.is_empty() {
@@ -204,7 +218,7 @@ impl Plan {
             limits.max_memory_in_flight = bytes;
         }
         let ublk = args.ublk;
-        Ok(Self { devices, addresses, sockets, control, access, limits, ublk, state, private })
+        Ok(Self { devices, addresses, sockets, control, access, tls, limits, ublk, state, private })
     }
 }
 
@@ -260,9 +274,11 @@ struct Running {
 
 impl Running {
     fn start(plan: Plan) -> Result<Self> {
-        let Plan { devices, addresses, sockets, control, access, limits, ublk, state: asked, private } = plan;
+        let Plan { devices, addresses, sockets, control, access, tls, limits, ublk, state: asked, private } =
+            plan;
         let control_access = access.control.is;
-        let service = Service::new(limits, access);
+        let service = Service::new(limits, access, tls);
+        service.exports.tls.begin(&service.exports.nbd)?;
         if let Some(control) = &control {
             // First of all, because that tells whether another server is there.
             PrivateSocket::clear(control)?;
@@ -429,14 +445,14 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
         }
         let (config, service) = (args.config.as_deref(), running.service.weak());
         let had_terminal = until::has_terminal();
-        let on_hangup = || match config {
-            // It is the terminal that hung up.
-            Some(_) if had_terminal && !until::has_terminal() => false,
-            Some(file) => {
-                apply::again(&service, file);
-                true
+        let has_files = config.is_some() || running.service.exports.tls.mode().is_some();
+        let on_hangup = || {
+            // Else it is the terminal that hung up.
+            let is_meant = has_files && !(had_terminal && !until::has_terminal());
+            if is_meant {
+                apply::again(&service, config);
             }
-            None => false,
+            is_meant
         };
         until::signalled(&events, &on_hangup).map(|()| 0)
     };
@@ -496,7 +512,7 @@ mod tests {
 
     use freestone_nbd::{Address, CONNECTION_MEMORY_BYTES, Limits};
 
-    use super::{AccessOf, Declared, MAX_CONNECTIONS_HELP, Plan, Running};
+    use super::{AccessOf, Declared, MAX_CONNECTIONS_HELP, Plan, Running, Tls};
 
     #[test]
     fn a_panic_leaves_no_socket() {
@@ -508,6 +524,7 @@ mod tests {
             sockets: Vec::new(),
             control: Some(control.clone()),
             access: AccessOf::default(),
+            tls: Tls::default(),
             limits: Limits::default(),
             ublk: false,
             state: None,

@@ -25,6 +25,7 @@ use crate::job::Jobs;
 use crate::places::{Place, Seen};
 use crate::records::{self, Records};
 use crate::saves::{self, Saves};
+use crate::tls::Tls;
 use crate::withheld::Withheld;
 
 /// The state behind the control socket.
@@ -67,7 +68,7 @@ pub struct Service {
 
 impl Service {
     /// A service without devices.
-    pub fn new(limits: Limits, access: AccessOf) -> Arc<Self> {
+    pub fn new(limits: Limits, access: AccessOf, tls: Tls) -> Arc<Self> {
         let registry = Arc::<Registry>::default();
         Arc::new_cyclic(|this| Self {
             this: Weak::clone(this),
@@ -79,7 +80,7 @@ impl Service {
             control: OnceLock::new(),
             end: OnceLock::new(),
             as_block_devices: AtomicBool::new(false),
-            exports: Exports::new(limits, access.sockets.is, Arc::clone(&registry)),
+            exports: Exports::new(limits, access.sockets.is, tls, Arc::clone(&registry)),
             access,
             registry,
             jobs: Jobs::default(),
@@ -264,6 +265,7 @@ impl Service {
         let name = &spec.name;
         self.registry.check_free(name).map_err(|why| why.of(name))?;
         self.exports.check_leads_away(spec)?;
+        self.exports.tls.check_device(spec)?;
         if let Some(key) = spec.key_of_state().filter(|_| self.records.state().is_none()) {
             return Err(Fault::invalid(format!("{name}: {key}: {}", records::NEEDS_STATE)));
         }

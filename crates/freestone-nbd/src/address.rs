@@ -51,12 +51,17 @@ impl Address {
     /// The URI with which a client reaches `export` here: `nbd+unix:///name?socket=/path` or
     /// `nbd://host:port/name`. At standard input nobody else reaches it: the text is empty.
     pub fn uri(&self, export: &str) -> String {
+        self.uri_by(export, false)
+    }
+
+    /// The same, or by TLS `nbds+unix:` and `nbds:`.
+    pub fn uri_by(&self, export: &str, tls: bool) -> String {
         let at = match self {
             Self::Unix(path) => At::Unix(path),
             Self::Tcp { host, port } => At::Tcp { host, port: *port },
             Self::Stdin => return String::new(),
         };
-        at.uri(false, export)
+        at.uri(tls, export)
     }
 
     /// The same address with an absolute path, so that it means the same from every directory.
@@ -152,6 +157,9 @@ mod tests {
         let unix = parse("unix:/run/a b.sock").unwrap();
         assert_eq!(unix.uri("ram0"), "nbd+unix:///ram0?socket=/run/a%20b.sock");
         assert_eq!(unix.uri("a?b"), "nbd+unix:///a%3Fb?socket=/run/a%20b.sock");
+        assert_eq!(unix.uri_by("a", true), "nbds+unix:///a?socket=/run/a%20b.sock");
+        assert_eq!(parse("tcp:h:1").unwrap().uri_by("a", true), "nbds://h:1/a");
+        assert_eq!(Address::Stdin.uri_by("a", true), "");
         assert_eq!(unix.uri(""), "nbd+unix:///?socket=/run/a%20b.sock");
         assert_eq!(parse("tcp:[::1]:10809").unwrap().uri("ram0"), "nbd://[::1]:10809/ram0");
         assert_eq!(parse("tcp:localhost:1").unwrap().uri("ü"), "nbd://localhost:1/%C3%BC");

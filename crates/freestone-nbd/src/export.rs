@@ -79,12 +79,19 @@ pub struct ExportInfo {
     pub default: bool,
     /// Whether every connection gets a device of its own.
     pub template: bool,
-    /// Who sees it.
-    pub clients: Clients,
+    /// Clients have to come by TLS.
+    pub tls: bool,
     /// The text for people.
     pub description: String,
     /// Connections that use it now.
     pub connections: usize,
+}
+
+impl ExportInfo {
+    /// The URI with which a client reaches it, see [`Address::uri`]; `nbds` where it has to be.
+    pub fn uri(&self) -> String {
+        self.address.uri_by(&self.name, self.tls)
+    }
 }
 
 /// A device, or a template, under a name at one address.

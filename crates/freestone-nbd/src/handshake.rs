@@ -23,10 +23,10 @@ use crate::proto::{
     InfoExport, MAX_PAYLOAD_BYTES, MAX_STRING_BYTES, OPTION_MAGIC, OPTION_REPLY_MAGIC, OptionHeader,
     OptionReply, TransmissionFlags, info, option, reply,
 };
+use crate::receive::{Impatient, Patience};
 use crate::replies::Replies;
 use crate::session::Negotiated;
 use crate::shared::ServerShared;
-use crate::receive::{Impatient, Patience};
 use crate::template::{Facts, OnEnd};
 
 /// Longest data of an option that is looked at, in bytes.

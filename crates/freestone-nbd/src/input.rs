@@ -36,7 +36,12 @@ impl Input {
     /// # Errors
     /// No memory is left.
     pub fn new() -> io::Result<Self> {
-        Ok(Self { buf: Mapped::new(RECEIVE_BUFFER_BYTES, size_of::<RequestHeader>())?, start: 0, end: 0, opener: None })
+        Ok(Self {
+            buf: Mapped::new(RECEIVE_BUFFER_BYTES, size_of::<RequestHeader>())?,
+            start: 0,
+            end: 0,
+            opener: None,
+        })
     }
 
     /// Gives the memory back; nothing is in it.

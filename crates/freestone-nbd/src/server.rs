@@ -263,18 +263,26 @@ impl Server {
 
     /// Everything that is published, in the order of publishing at each address.
     pub fn exports(&self) -> Vec<ExportInfo> {
-        self.shared.lock().exports()
+        self.told(self.shared.lock().exports())
     }
 
     /// What is published as `name`, at whatever address; does not look at other exports.
     pub fn exports_named(&self, name: &str) -> Vec<ExportInfo> {
-        self.shared.lock().exports_named(name)
+        self.told(self.shared.lock().exports_named(name))
     }
 
     /// What is published at an address, in the order of publishing; does not look at other
     /// addresses.
     pub fn exports_at(&self, address: &Address) -> Vec<ExportInfo> {
-        self.shared.lock().exports_at(&address.absolute())
+        self.told(self.shared.lock().exports_at(&address.absolute()))
+    }
+
+    /// What is needed of the server counts for each export.
+    fn told(&self, mut exports: Vec<ExportInfo>) -> Vec<ExportInfo> {
+        if self.tls() == Some(TlsMode::Require) {
+            exports.iter_mut().for_each(|export| export.tls = true);
+        }
+        exports
     }
 
     /// Connections that use `name`, at all addresses.

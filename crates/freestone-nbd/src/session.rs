@@ -35,8 +35,12 @@ use crate::tls::sealer::BATCH_BYTES;
 
 /// Bound of the memory that one connection holds, its thread's stack and small bookkeeping apart,
 /// in bytes.
-pub const CONNECTION_MEMORY_BYTES: usize =
-    RECEIVE_BUFFER_BYTES + REPLY_BUFFER_BYTES + MAX_SPARE_BYTES + MAX_IN_FLIGHT_BYTES + PARTS_BYTES + TLS_BYTES;
+pub const CONNECTION_MEMORY_BYTES: usize = RECEIVE_BUFFER_BYTES
+    + REPLY_BUFFER_BYTES
+    + MAX_SPARE_BYTES
+    + MAX_IN_FLIGHT_BYTES
+    + PARTS_BYTES
+    + TLS_BYTES;
 /// Beyond the bound of what is in flight the last request and each sweep may have so much for parts
 /// of blocks.
 const PARTS_BYTES: usize = (1 + MAX_SWEEPS) * (12 << 10);

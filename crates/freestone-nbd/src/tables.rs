@@ -12,7 +12,7 @@ use freestone_core::unix_socket::SocketFile;
 use thiserror::Error;
 
 use crate::address::Address;
-use crate::export::{EnterError, Export, ExportInfo, Source};
+use crate::export::{Clients, EnterError, Export, ExportInfo, Source};
 use crate::limits::END_GRACE;
 use crate::link::Link;
 use crate::newcomers::Newcomers;
@@ -474,7 +474,7 @@ fn told(export: &Export) -> ExportInfo {
         read_only: export.read_only,
         default: export.default,
         template: export.template().is_some(),
-        clients: export.clients.clone(),
+        tls: export.clients != Clients::All,
         description: export.description.clone(),
         connections: export.users.load(Ordering::SeqCst),
     }

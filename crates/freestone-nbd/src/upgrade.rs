@@ -23,8 +23,7 @@ impl From<NotStarted> for End {
 impl Handshake<'_> {
     /// Whether the client has to start TLS before anything else.
     pub(crate) fn needs_tls(&self) -> bool {
-        !self.input.is_secure()
-            && self.shared.tls.get().is_some_and(|policy| policy.mode == TlsMode::Require)
+        !self.input.is_secure() && self.shared.tls.get().is_some_and(|policy| policy.mode == TlsMode::Require)
     }
 
     /// Answers an option that is not for clear.

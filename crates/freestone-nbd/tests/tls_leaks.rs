@@ -80,7 +80,8 @@ fn client_at(secure: &Secure, step: Step, number: usize) -> UnixStream {
     }
     socket.write_all(&option(STARTTLS, &[])).unwrap();
     socket.read_exact(&mut [0; 20]).unwrap();
-    let versions = if number.is_multiple_of(2) { &[&rustls::version::TLS13] } else { &[&rustls::version::TLS12] };
+    let versions =
+        if number.is_multiple_of(2) { &[&rustls::version::TLS13] } else { &[&rustls::version::TLS12] };
     let mut tls = connection(&secure.ours, &secure.ours, Some("alice"), versions);
     let mut sealed = Vec::new();
     tls.write_tls(&mut sealed).unwrap();

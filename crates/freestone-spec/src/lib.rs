@@ -27,6 +27,7 @@ mod shape;
 pub mod size;
 pub mod stores;
 pub mod times;
+pub mod tls;
 #[doc(hidden)]
 pub mod written;
 

@@ -78,6 +78,17 @@ fn server(service: &Service) -> Table {
     for (prefix, words) in [("socket", &access.sockets.words), ("control", &access.control.words)] {
         file.extend(words.keys(prefix).into_iter().map(|(key, value)| (key, value.into())));
     }
+    for (key, value) in service.exports.tls.words.texts() {
+        match value {
+            Some(value) if key == "allow_plaintext" => {
+                file.insert(key.into(), (value == "yes").into());
+            }
+            Some(value) => {
+                file.insert(key.into(), value.into());
+            }
+            None => {}
+        }
+    }
     let (limits, usual) = (&service.limits, Limits::default());
     if limits.max_connections != usual.max_connections {
         file.insert("max_connections".into(), (limits.max_connections as i64).into());

@@ -231,7 +231,8 @@ fn publish(
     for wanted in places {
         match service.exports.show_at(claim, entry, &wanted)? {
             Shown::Nbd(at) => {
-                (reply.address, reply.uri) = (Some(at.to_string()), Some(at.uri(entry.name())));
+                reply.uri = service.exports.uri_at(entry.name(), &at);
+                reply.address = Some(at.to_string());
                 shown.push(Place::Nbd(at));
             }
             Shown::Alone(export) => {

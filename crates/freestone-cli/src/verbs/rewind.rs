@@ -136,6 +136,7 @@ fn to_snapshot(service: &Service, name: String, to: &str, force: bool) -> Result
         // Made again it would be what it was: the snapshot stands on it.
         words: entry.words.now(&entry.spec),
         publish: entry.spec.publish,
+        tls_clients: entry.spec.tls_clients.clone(),
         on_lost: entry.spec.on_lost,
         keep: entry.spec.keep,
         kind: KindSpec::Fork(fork),

@@ -34,7 +34,8 @@ fn common_names(mut subject: &[u8]) -> Vec<String> {
     let mut names = Vec::new();
     while let Some((SET, mut pairs)) = element(&mut subject) {
         while let Some((SEQUENCE, mut pair)) = element(&mut pairs) {
-            let (Some((OBJECT_IDENTIFIER, kind)), Some((tag, text))) = (element(&mut pair), element(&mut pair))
+            let (Some((OBJECT_IDENTIFIER, kind)), Some((tag, text))) =
+                (element(&mut pair), element(&mut pair))
             else {
                 continue;
             };
@@ -73,7 +74,8 @@ mod tests {
     use super::*;
 
     fn certificate(change: impl FnOnce(&mut CertificateParams)) -> CertificateDer<'static> {
-        let mut params = CertificateParams::new(vec!["a.example".to_owned(), "b.example".to_owned()]).unwrap();
+        let mut params =
+            CertificateParams::new(vec!["a.example".to_owned(), "b.example".to_owned()]).unwrap();
         params.distinguished_name.push(DnType::OrganizationName, "others");
         change(&mut params);
         params.self_signed(&KeyPair::generate().unwrap()).unwrap().der().clone()

@@ -22,7 +22,8 @@ const VERSION: [u8; 2] = [3, 3];
 /// Type and length of a message that exchanges keys.
 const KEY_UPDATE: [u8; 4] = [24, 0, 0, 1];
 
-const _: () = assert!(SEALED_BUFFER_BYTES >= 2 * (RECORD_HEADER_BYTES + RECORD_BYTES + RECORD_OVERHEAD_BYTES));
+const _: () =
+    assert!(SEALED_BUFFER_BYTES >= 2 * (RECORD_HEADER_BYTES + RECORD_BYTES + RECORD_OVERHEAD_BYTES));
 
 /// The client ended TLS, or broke it: nothing after that is looked at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -129,7 +130,8 @@ impl Opener {
     /// Opens a record, and does what it asks for where it is no data.
     fn open(&mut self, record: &Range<usize>) -> Result<Range<usize>, Closed> {
         let start = record.start + RECORD_HEADER_BYTES;
-        let [kind, version @ .., _, _] = self.buf[record.start..].first_chunk::<RECORD_HEADER_BYTES>().ok_or(Closed)?;
+        let [kind, version @ .., _, _] =
+            self.buf[record.start..].first_chunk::<RECORD_HEADER_BYTES>().ok_or(Closed)?;
         let kind = ContentType::from(*kind);
         // The cipher of TLS 1.3 does not look at these.
         if *version != VERSION || (self.keys.can_change() && kind != ContentType::ApplicationData) {

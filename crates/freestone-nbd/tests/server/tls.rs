@@ -123,7 +123,9 @@ fn where_it_is_required_nothing_is_answered_in_clear() {
     let (secure, _device) = serving(TlsMode::Require);
     let mut client = secure.clear();
     for kind in [0, LIST, 4, INFO, GO, 8, 9, 10, 11, u32::MAX] {
-        for data in [vec![], info_data("disk", &[]), context_data("disk", &["base:allocation"]), vec![7; 2000]] {
+        for data in
+            [vec![], info_data("disk", &[]), context_data("disk", &["base:allocation"]), vec![7; 2000]]
+        {
             let replies = client.option(kind, &data);
             assert_eq!(replies.len(), 1, "option {kind}");
             assert_eq!(replies[0].kind, ERR_TLS_REQD, "option {kind}");
@@ -252,7 +254,9 @@ fn keys_can_change_at_any_time() {
     stream.write_all(&option(GO, &info_data("disk", &[]))).unwrap();
     let socket = stream.sock.try_clone().unwrap();
     let shared = Arc::new(std::sync::Mutex::new(stream));
-    struct Both(Arc<std::sync::Mutex<rustls::StreamOwned<rustls::ClientConnection, std::os::unix::net::UnixStream>>>);
+    struct Both(
+        Arc<std::sync::Mutex<rustls::StreamOwned<rustls::ClientConnection, std::os::unix::net::UnixStream>>>,
+    );
     impl std::io::Read for Both {
         fn read(&mut self, buf: &mut [u8]) -> std::io::Result<usize> {
             self.0.lock().unwrap().read(buf)
@@ -385,8 +389,7 @@ fn other_credentials_are_for_who_comes_next() {
 
 #[test]
 fn what_is_sent_before_tls_is_bounded() {
-    let limits =
-        Limits { handshake_silence: Duration::from_millis(300), ..Limits::default() };
+    let limits = Limits { handshake_silence: Duration::from_millis(300), ..Limits::default() };
     let secure = Secure::with(TlsMode::Require, limits, true);
     secure.publish("disk", &MemDevice::new(1 << 20), Clients::All);
     // Options without an end.

@@ -22,7 +22,7 @@ use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 
 pub(super) const NAME: &str = "file";
-const KEYS: [&str; 35] = joined(&["path", "readonly", "direct", "size"], &family::KEYS, &LAYER_KEYS);
+const KEYS: [&str; 36] = joined(&["path", "readonly", "direct", "size"], &family::KEYS, &LAYER_KEYS);
 
 /// A file as it was asked for.
 #[derive(Debug, Clone, PartialEq)]

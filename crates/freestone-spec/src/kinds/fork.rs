@@ -19,8 +19,11 @@ use crate::refusal::{Errno, Refusal};
 use crate::size::{self, exact};
 
 pub(super) const NAME: &str = "fork";
-const KEYS: [&str; 13] =
-    joined(&["base", "size", "mem_limit", "mem_min", "full"], &FAULT_KEYS, &["publish", "on_lost", "keep"]);
+const KEYS: [&str; 14] = joined(
+    &["base", "size", "mem_limit", "mem_min", "full"],
+    &FAULT_KEYS,
+    &["publish", "tls_clients", "on_lost", "keep"],
+);
 
 /// A fork as it was asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]

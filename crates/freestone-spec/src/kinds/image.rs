@@ -21,9 +21,9 @@ use crate::stores::{self, StoreSpec};
 use crate::times;
 
 pub(super) const NAME: &str = "image";
-const KEYS: [&str; 26] = {
+const KEYS: [&str; 27] = {
     let own: [&str; 11] = joined(&["url", "prefetch"], &stores::KEYS, &[]);
-    joined(&own, &family::KEYS, &["publish"])
+    joined(&own, &family::KEYS, &["publish", "tls_clients"])
 };
 /// Its attributes, and those of the forks' family.
 const NAMES: [&str; 15] = joined(

@@ -64,6 +64,7 @@ use crate::keys::{Keys, parse_bool};
 use crate::layers::{Below, LayerSpec, Layers};
 use crate::notes::MemoryNotes;
 use crate::refusal::{Errno, Refusal};
+use crate::tls::TlsClients;
 
 /// How a kind takes its keys.
 type Take = fn(&Keys) -> Result<KindSpec, SpecError>;
@@ -101,6 +102,8 @@ pub struct Spec {
     pub words: Entries,
     /// Publish it on the addresses of `serve`, where this was said.
     pub publish: Option<bool>,
+    /// Which clients see it over NBD, where not all do.
+    pub tls_clients: Option<TlsClients>,
     /// What becomes of its exports where a server that ended has lost its content, where this was said.
     pub on_lost: Option<OnLost>,
     /// Its content is saved where the server keeps its state.
@@ -241,13 +244,14 @@ impl Spec {
         };
         let kind = take(&keys)?;
         let publish = keys.take("publish", parse_bool)?;
+        let tls_clients = keys.take("tls_clients", TlsClients::parse)?;
         let on_lost = keys.take("on_lost", parse_on_lost)?;
         let layers = LayerSpec::take(&keys)?;
         let is_file = kind.below_layers().file.is_some();
         layers.check(&keys, kind.size(), kind.is_read_only(), is_file)?;
         let keep = keys.take("keep", parse_bool)?.unwrap_or(false);
-        let spec =
-            Self { name: keys.0.name.clone(), words: keys.0.clone(), publish, on_lost, keep, kind, layers };
+        let (name, words) = (keys.0.name.clone(), keys.0.clone());
+        let spec = Self { name, words, publish, tls_clients, on_lost, keep, kind, layers };
         if on_lost.is_some() && !spec.is_lost() && spec.kind.below().is_none() {
             return Err(keys.refuse("on_lost", "it holds nothing that is lost with the server"));
         }
@@ -272,8 +276,8 @@ impl Spec {
 
     /// Whether the same was asked for.
     pub fn is_same(&self, other: &Self) -> bool {
-        (&self.kind, &self.layers, self.on_lost, self.keep)
-            == (&other.kind, &other.layers, other.on_lost, other.keep)
+        (&self.kind, &self.layers, &self.tls_clients, self.on_lost, self.keep)
+            == (&other.kind, &other.layers, &other.tls_clients, other.on_lost, other.keep)
     }
 
     /// What it holds itself is in memory, and ends with the server.

@@ -7,7 +7,7 @@ use crate::keys::joined;
 use crate::layers::{FAULT_KEYS, ZONE_KEYS};
 
 /// What those take that can have layers.
-pub(super) const LAYER_KEYS: [&str; 17] = joined(&ZONE_KEYS, &FAULT_KEYS, &["publish"]);
+pub(super) const LAYER_KEYS: [&str; 18] = joined(&ZONE_KEYS, &FAULT_KEYS, &["publish", "tls_clients"]);
 /// Why what is only read is no origin.
 pub(super) const IS_READ_ONLY: &str = "is read-only, so it does not change; fork it";
 /// Why a snapshot is no origin.

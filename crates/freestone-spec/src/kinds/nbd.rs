@@ -26,7 +26,7 @@ pub(super) const NAME: &str = "nbd";
 const TLS_KEYS: [&str; 4] = ["tls_ca", "tls_cert", "tls_key", "tls_hostname"];
 const OWN_KEYS: [&str; 14] =
     joined(&["uri", "connections", "timeout", "readonly", "size"], &TLS_KEYS, &FAULT_KEYS);
-const KEYS: [&str; 29] = joined(&OWN_KEYS, &family::KEYS, &["publish"]);
+const KEYS: [&str; 30] = joined(&OWN_KEYS, &family::KEYS, &["publish", "tls_clients"]);
 /// What stands in an error instead of a URI that may have a password in it.
 const NOT_SHOWN: &str = "(not shown)";
 

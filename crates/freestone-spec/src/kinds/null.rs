@@ -38,12 +38,12 @@ const NAMES: [&str; 14] = [
     "readonly",
 ];
 const OWN_KEYS: [&str; 16] = joined(&NAMES, &["comp_algorithm", "algorithm_params"], &[]);
-const OTHER_KEYS: [&str; 19] = joined(
+const OTHER_KEYS: [&str; 20] = joined(
     &["mem_limit"],
     &ZONE_KEYS,
-    &["faults", "seed", "power_cut", "power_cut_unit", "record", "publish", "on_lost"],
+    &["faults", "seed", "power_cut", "power_cut_unit", "record", "publish", "tls_clients", "on_lost"],
 );
-const KEYS: [&str; 35] = joined(&OWN_KEYS, &OTHER_KEYS, &[]);
+const KEYS: [&str; 36] = joined(&OWN_KEYS, &OTHER_KEYS, &[]);
 const _: () = assert!(FAULT_KEYS.len() == 5, "they are all in the list above");
 /// Keys of compressed memory.
 const COMPRESSED_KEYS: [&str; 2] = ["algorithm_params", "mem_limit"];

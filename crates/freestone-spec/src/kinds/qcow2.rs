@@ -19,7 +19,7 @@ use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 
 pub(super) const NAME: &str = "qcow2";
-const KEYS: [&str; 17] = joined(&["path", "standalone"], &family::KEYS, &["publish"]);
+const KEYS: [&str; 18] = joined(&["path", "standalone"], &family::KEYS, &["publish", "tls_clients"]);
 /// Its attributes, and those of the forks' family.
 const NAMES: [&str; 9] = joined(&["path", "standalone", "size"], &family::NAMES, &[]);
 

@@ -20,7 +20,7 @@ use crate::refusal::{Errno, Refusal};
 use crate::size;
 
 pub(super) const NAME: &str = "ram";
-const KEYS: [&str; 35] = joined(&["disksize", "readonly", "on_lost", "keep"], &family::KEYS, &LAYER_KEYS);
+const KEYS: [&str; 36] = joined(&["disksize", "readonly", "on_lost", "keep"], &family::KEYS, &LAYER_KEYS);
 
 /// A RAM disk as it was asked for.
 #[derive(Debug, Clone, PartialEq)]

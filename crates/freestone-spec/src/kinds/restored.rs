@@ -70,6 +70,7 @@ pub fn restored(
         name: words.name.clone(),
         words,
         publish: None,
+        tls_clients: None,
         on_lost: None,
         keep: false,
         kind: kind_spec,

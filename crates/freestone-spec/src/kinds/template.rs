@@ -17,8 +17,11 @@ use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 
 pub(super) const NAME: &str = "template";
-const KEYS: [&str; 13] =
-    joined(&["base", "size", "mem_limit", "mem_min", "full", "ttl"], &FAULT_KEYS, &["publish", "on_lost"]);
+const KEYS: [&str; 14] = joined(
+    &["base", "size", "mem_limit", "mem_min", "full", "ttl"],
+    &FAULT_KEYS,
+    &["publish", "tls_clients", "on_lost"],
+);
 /// The longest life of a connection to a template.
 const TTL_SECONDS_MAX: u64 = 366 * 86_400;
 
@@ -128,6 +131,7 @@ impl Made for Template {
                 name,
                 words,
                 publish: None,
+                tls_clients: None,
                 on_lost: None,
                 keep: false,
                 kind: KindSpec::Fork(spec.clone()),

@@ -249,7 +249,7 @@ fn what_may_not_be_meant_is_warned_of() {
     );
     let table = warnings(&["a=ram,disksize=256T,mem_limit=1M"]);
     assert!(table.lines().count() == 1 && table.contains(": a: disksize=256T: when all of it"), "{table}");
-    let open = warnings(&["n=null,size=1M", "--nbd", "tcp:0.0.0.0:0"]);
+    let open = warnings(&["n=null,size=1M", "--nbd", "tcp:0.0.0.0:0", "--allow-plaintext"]);
     assert!(
         open.lines().count() == 1 && open.contains(": tcp:0.0.0.0:") && open.contains(": not encrypted"),
         "{open}"

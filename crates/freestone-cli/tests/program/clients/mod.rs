@@ -24,6 +24,7 @@ mod qemu_img;
 mod qemu_io;
 mod saved;
 mod snapshots;
+mod tls;
 pub mod tools;
 pub mod tree;
 mod ublk;

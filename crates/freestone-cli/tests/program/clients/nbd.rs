@@ -215,7 +215,7 @@ fn a_device_is_there_again_after_a_restart_where_its_server_is() {
 
 #[test]
 fn what_leads_back_to_the_server_is_refused() {
-    let server = Serve::start(&["r=ram,disksize=1M", "n=null,size=1M"]);
+    let server = Serve::start(&["r=ram,disksize=1M", "n=null,size=1M", "--allow-plaintext"]);
     let dir = server.dir.path();
     std::os::unix::fs::symlink(dir, dir.join("link")).unwrap();
     // Under each of its names.

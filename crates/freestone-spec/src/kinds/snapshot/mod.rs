@@ -41,7 +41,7 @@ const OWN_KEYS: [&str; 10] = [
     "force",
     "merge",
 ];
-const KEYS: [&str; 27] = joined(&OWN_KEYS, &family::KEYS, &["publish", "on_lost", "keep"]);
+const KEYS: [&str; 28] = joined(&OWN_KEYS, &family::KEYS, &["publish", "tls_clients", "on_lost", "keep"]);
 /// Keys that mean nothing where the copies are kept in memory.
 const COW_KEYS: [&str; 4] = ["cow_size", "store", "force", "merge"];
 

@@ -1,0 +1,303 @@
+//! TLS: what the standard clients and a second server get by it, what is refused, new files without
+//! an outage.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use freestone_testkit::certificates::{Authority, Usage};
+use rustix::process::Signal;
+
+use super::tools::{MIB, noise, ok, tool};
+use crate::harness::{Serve, finish, freestone, hearing_hangups, refused};
+
+const TLS: [&str; 6] = [
+    "--tls-cert",
+    "tls/server-cert.pem",
+    "--tls-key",
+    "tls/server-key.pem",
+    "--tls-client-ca",
+    "tls/ca-cert.pem",
+];
+
+/// A directory with an authority, and certificates of a server and two clients.
+fn directory() -> (tempfile::TempDir, Authority) {
+    let dir = tempfile::tempdir().unwrap();
+    let ours = authority(dir.path(), "tls");
+    (dir, ours)
+}
+
+fn authority(dir: &Path, name: &str) -> Authority {
+    let ours = Authority::new(dir.join(name));
+    ours.sign("server", "localhost", Usage::Server);
+    // The name that clients look for.
+    ours.sign("client", "client.example", Usage::Client);
+    ours.sign("other", "other.example", Usage::Client);
+    ours
+}
+
+fn args<'a>(mode: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    [&["--tls", mode][..], &TLS, more].concat()
+}
+
+/// What libnbd is given.
+fn uri(serve: &Serve, export: &str, tls: &Path) -> String {
+    let socket = serve.path("nbd");
+    let (socket, tls) = (socket.display(), tls.display());
+    format!("nbds+unix:///{export}?socket={socket}&tls-certificates={tls}&tls-hostname=localhost")
+}
+
+fn size(uri: &str) -> Result<u64, String> {
+    let (code, out, err) = finish(tool("nbdinfo").args(["--size", uri]));
+    if code == 0 { Ok(out.trim().parse().unwrap()) } else { Err(err) }
+}
+
+#[test]
+fn the_standard_clients_come_by_it() {
+    let (dir, ours) = directory();
+    let strangers = authority(dir.path(), "strangers");
+    let serve = Serve::start_in(dir, &args("require", &["r=ram,disksize=64M"]), true);
+    let socket = serve.path("nbd").display().to_string();
+    assert!(serve.said.contains(&format!("r: nbdinfo 'nbds+unix:///r?socket={socket}'")), "{}", serve.said);
+    let at = uri(&serve, "r", ours.dir());
+    assert_eq!(size(&at), Ok(64 * MIB));
+    // In clear, for somebody whom we do not trust, and with one whom the server does not.
+    assert!(size(&format!("nbd+unix:///r?socket={socket}")).is_err());
+    assert!(size(&uri(&serve, "r", strangers.dir())).is_err());
+    let mixed = serve.path("mixed");
+    fs::create_dir(&mixed).unwrap();
+    fs::copy(ours.file("ca-cert.pem"), mixed.join("ca-cert.pem")).unwrap();
+    assert!(size(&uri(&serve, "r", &mixed)).is_err(), "without a certificate");
+    for file in ["client-cert.pem", "client-key.pem"] {
+        fs::copy(strangers.file(file), mixed.join(file)).unwrap();
+    }
+    assert!(size(&uri(&serve, "r", &mixed)).is_err());
+
+    let data = noise(3, 32 * MIB);
+    fs::write(serve.path("data"), &data).unwrap();
+    ok(tool("nbdcopy").arg(serve.path("data")).arg(&at));
+    ok(tool("nbdcopy").arg(&at).arg(serve.path("copy")));
+    assert!(fs::read(serve.path("copy")).unwrap()[..data.len()] == data);
+    let object = |tls: &Path| format!("tls-creds-x509,id=t,dir={},endpoint=client", tls.display());
+    let image = format!("driver=nbd,path={socket},export=r,tls-creds=t,tls-hostname=localhost");
+    let qemu = |tls: &Path, commands: &[&str]| {
+        let mut qemu = tool("qemu-io");
+        qemu.args(["--object", &object(tls), "--image-opts", &image]);
+        commands.iter().for_each(|command| _ = qemu.args(["-c", command]));
+        finish(&mut qemu)
+    };
+    let asked = ["write -P 7 1M 5M", "read -P 7 1M 5M", "read -P 0 40M 1M", "discard 1M 1M", "flush"];
+    let (code, out, err) = qemu(ours.dir(), &asked);
+    assert!(code == 0 && !out.contains("failed"), "{out}{err}");
+    assert_ne!(qemu(&mixed, &asked[..1]).0, 0);
+    let map = ok(tool("nbdinfo").args(["--map", &at]));
+    assert!(map.contains("hole"), "{map}");
+
+    // A second server, on a fork of that.
+    let second = tempfile::tempdir().unwrap();
+    let file = |name: &str| ours.file(name).display().to_string();
+    let base = format!(
+        "base=nbd,uri=nbds+unix:///r?socket={socket},readonly=yes,tls_ca={},tls_cert={},tls_key={}",
+        file("ca-cert.pem"),
+        file("client-cert.pem"),
+        file("client-key.pem")
+    );
+    let second = Serve::start_in(second, &[&base[..], "f=fork,base=base"], true);
+    let fork = format!("nbd+unix:///f?socket={}", second.path("nbd").display());
+    ok(tool("nbdcopy").arg(&fork).arg(second.path("copy")));
+    ok(tool("nbdcopy").arg(&at).arg(second.path("same")));
+    assert!(fs::read(second.path("copy")).unwrap() == fs::read(second.path("same")).unwrap());
+}
+
+#[test]
+fn a_device_is_for_the_clients_that_it_names() {
+    let (dir, ours) = directory();
+    let devices = [
+        "all=null,size=1M",
+        "one=null,size=2M,tls_clients=client",
+        "two=ram,disksize=3M,tls_clients=x+other.example",
+    ];
+    let serve = Serve::start_in(dir, &args("on", &devices), true);
+    for (name, scheme) in [("all", "nbd"), ("one", "nbds"), ("two", "nbds")] {
+        assert!(serve.said.contains(&format!("{name}: nbdinfo '{scheme}+unix:///{name}?")), "{}", serve.said);
+    }
+    let clear = |name: &str| size(&format!("nbd+unix:///{name}?socket={}", serve.path("nbd").display()));
+    assert_eq!(clear("all"), Ok(MIB));
+    assert!(clear("one").is_err() && clear("two").is_err());
+    let secure = |name: &str| size(&uri(&serve, name, ours.dir()));
+    assert_eq!((secure("all"), secure("one")), (Ok(MIB), Ok(2 * MIB)));
+    assert!(secure("two").is_err());
+    // The other one.
+    for kind in ["cert", "key"] {
+        fs::copy(ours.file(&format!("other-{kind}.pem")), ours.file(&format!("client-{kind}.pem"))).unwrap();
+    }
+    assert_eq!(secure("two"), Ok(3 * MIB));
+    assert!(secure("one").is_err());
+    // What is made of it names its own, and what is published later is as safe.
+    serve.text(&["snapshot", "two", "two-1", "tls_clients=any"]);
+    let said = serve.text(&["fork", "two-1", "three", "tls_clients=client", "--nbd", "unix:nbd"]);
+    assert!(said.contains("nbds+unix:///three?"), "{said}");
+    assert!(secure("three").is_err());
+    assert_eq!(
+        serve.text(&["publish", "two-1", "--nbd", "unix:nbd"]),
+        format!("nbds+unix:///two-1?socket={}\n", serve.path("nbd").display())
+    );
+    assert!(clear("two-1").is_err());
+    assert_eq!(secure("two-1"), Ok(3 * MIB));
+    let list = serve.json(&["list"]).to_string();
+    assert!(list.contains("nbds+unix:///one?") && list.contains("\"nbd+unix:///all?"), "{list}");
+}
+
+#[test]
+fn what_lasts_over_restarts_stays_for_whom_it_was() {
+    let (dir, ours) = directory();
+    let mut serve = Serve::start_in(
+        dir,
+        &args("on", &["one=ram,disksize=2M,keep=yes,tls_clients=client", "--state", "st"]),
+        true,
+    );
+    for _ in 0..2 {
+        assert!(size(&format!("nbd+unix:///one?socket={}", serve.path("nbd").display())).is_err());
+        assert_eq!(size(&uri(&serve, "one", ours.dir())), Ok(2 * MIB));
+        serve.signal(Signal::TERM);
+        let (_, dir) = serve.wait();
+        // Not without TLS.
+        let why =
+            refused(dir.path(), 2, &["serve", "--state", "st", "--nbd", "unix:nbd", "--control", "control"]);
+        assert!(why.contains("one: tls_clients: this server has no TLS"), "{why}");
+        serve = Serve::start_in(dir, &args("on", &["--state", "st"]), true);
+    }
+}
+
+#[test]
+fn new_files_are_read_without_an_outage() {
+    let (dir, ours) = directory();
+    let mut command = hearing_hangups(dir.path());
+    let log = fs::File::create(dir.path().join("log")).unwrap();
+    command.env("RUST_LOG", "info").stderr(log);
+    command
+        .args(["serve", "r=ram,disksize=8M", "--nbd", "unix:nbd", "--control", "control"])
+        .args(args("require", &[]));
+    let serve = Serve::ready(dir, command);
+    let wait_for = |text: &str| {
+        let end = Instant::now() + Duration::from_secs(20);
+        while !fs::read_to_string(serve.path("log")).unwrap().contains(text) {
+            assert!(Instant::now() < end, "{text:?} is not in the log");
+            thread::sleep(Duration::from_millis(5));
+        }
+    };
+    // It stays from the beginning to the end.
+    let object = format!("tls-creds-x509,id=t,dir={},endpoint=client", ours.dir().display());
+    let image = format!(
+        "driver=nbd,path={},export=r,tls-creds=t,tls-hostname=localhost",
+        serve.path("nbd").display()
+    );
+    let mut long = Command::new("qemu-io");
+    long.args(["--object", &object, "--image-opts", &image, "-c", "write -P 1 0 64k"]);
+    long.args(["-c", "sleep 3000", "-c", "read -P 1 0 64k"]).stdout(std::process::Stdio::piped());
+    let long = long.spawn().unwrap();
+    wait_for("connected");
+    let at = uri(&serve, "r", ours.dir());
+    assert_eq!(size(&at), Ok(8 * MIB));
+    // Files that do not do change nothing.
+    fs::rename(ours.file("server-key.pem"), ours.file("server-key.old")).unwrap();
+    serve.signal(Signal::HUP);
+    wait_for("TLS goes on with what it had");
+    assert_eq!(size(&at), Ok(8 * MIB));
+    fs::copy(ours.file("client-key.pem"), ours.file("server-key.pem")).unwrap();
+    serve.signal(Signal::HUP);
+    wait_for("with tls_key: ");
+    assert_eq!(size(&at), Ok(8 * MIB));
+    // Others do for who comes next.
+    let next = authority(serve.dir.path(), "next");
+    for file in ["ca-cert.pem", "server-cert.pem", "server-key.pem"] {
+        fs::copy(next.file(file), ours.file(file)).unwrap();
+    }
+    serve.signal(Signal::HUP);
+    wait_for("the files of TLS were read again");
+    assert_eq!(size(&uri(&serve, "r", next.dir())), Ok(8 * MIB));
+    // Its own certificate was signed by who is not trusted any more.
+    assert!(size(&at).is_err());
+    let out = long.wait_with_output().unwrap();
+    let said = String::from_utf8(out.stdout).unwrap();
+    assert!(out.status.success() && said.contains("read 65536/65536"), "{said}");
+    serve.signal(Signal::TERM);
+    assert_eq!(serve.wait().0, Some(0));
+}
+
+#[test]
+fn what_cannot_be_meant_is_refused() {
+    let (dir, ours) = directory();
+    let at = dir.path();
+    let said = |status, more: &[&str]| {
+        refused(
+            at,
+            status,
+            &[&["serve", "n=null,size=1M", "--control", "c", "--nbd", "unix:n"][..], more].concat(),
+        )
+    };
+    assert_eq!(said(2, &["--tls", "on"]), "tls=on: needs tls_cert and tls_key; tls_cert is missing");
+    assert_eq!(
+        said(2, &["--tls", "require", "--tls-cert", "x"]),
+        "tls=require: needs tls_cert and tls_key; tls_key is missing"
+    );
+    assert_eq!(said(2, &["--tls-key", "x"]), "tls_key: says nothing without tls: on, or require");
+    let missing = said(2, &["--tls", "on", "--tls-cert", "x", "--tls-key", "x"]);
+    assert!(missing.starts_with(&format!("tls_cert={}/x: ", at.display())), "{missing}");
+    let no_key = said(2, &["--tls", "on", "--tls-cert", "tls/ca-cert.pem", "--tls-key", "tls/ca-cert.pem"]);
+    assert!(no_key.starts_with("tls_key="), "{no_key}");
+    let other = ours.file("client-key.pem").display().to_string();
+    let mixed = said(2, &["--tls", "on", "--tls-cert", "tls/server-cert.pem", "--tls-key", &other]);
+    assert!(mixed.contains("with tls_key: "), "{mixed}");
+    let named = "m=null,size=1M,tls_clients=vm";
+    assert_eq!(
+        said(2, &[named]),
+        "m: tls_clients: this server has no TLS; it is started with --tls on or require"
+    );
+    assert_eq!(
+        said(2, &[&["--tls", "on", named][..], &TLS[..4]].concat()),
+        "m: tls_clients: clients of this server show no certificates; it is started with --tls-client-ca"
+    );
+    let word = said(2, &["m=null,size=1M,tls_clients=a++b"]);
+    assert!(word.contains("m: tls_clients=a++b: must be any, or names"), "{word}");
+
+    // Addresses of the network.
+    let open = "tcp:0.0.0.0:0: other machines can connect there, without TLS; start the server with --tls require, \
+                or say --allow-plaintext where the network is yours";
+    for more in [&[][..], &["--check"], &args("on", &[])] {
+        assert_eq!(said(2, &[&["--nbd", "tcp:0.0.0.0:0"][..], more].concat()), open);
+    }
+    fs::write(
+        at.join("f.toml"),
+        "tls = 'require'\ntls_cert = 'tls/server-cert.pem'\ntls_key = 'tls/server-key.pem'\nallow_plaintext = false\n\
+         nbd = ['unix:nbd', 'tcp:0.0.0.0:0']\ncontrol = 'control'\n\
+         [[device]]\nname = 'n'\nkind = 'null'\nsize = '1M'\ntls_clients = 'any'\n",
+    )
+    .unwrap();
+    assert_eq!(finish(freestone(at).args(["serve", "--config", "f.toml", "--check"])).0, 0);
+    let serve = Serve::start_in(dir, &["--config", "f.toml"], false);
+    assert!(serve.said.contains("nbds://0.0.0.0:"), "{}", serve.said);
+    assert_eq!(serve.text(&["apply", "f.toml"]), "nothing changes\n");
+    let dumped = serve.text(&["dump"]);
+    for line in
+        ["tls = \"require\"", "allow_plaintext = false", "tls_clients = \"any\"", "/tls/server-key.pem\""]
+    {
+        assert!(dumped.contains(line), "{line}: {dumped}");
+    }
+    let file = fs::read_to_string(serve.path("f.toml")).unwrap();
+    fs::write(serve.path("f.toml"), file.replace("'require'", "'on'")).unwrap();
+    let why = serve.refused(1, &["apply", "f.toml"]);
+    assert!(why.ends_with("tls: the server has require; this changes with a restart only"), "{why}");
+    fs::write(serve.path("f.toml"), file.replace("tls_clients = 'any'", "")).unwrap();
+    let why = serve.refused(1, &["apply", "f.toml"]);
+    assert!(why.contains("tls_clients: is any as long as the device is there"), "{why}");
+    serve.signal(Signal::TERM);
+    let (_, dir) = serve.wait();
+    // At run time, too.
+    let serve = Serve::start_in(dir, &["n=null,size=1M"], true);
+    assert_eq!(serve.refused(2, &["publish", "n", "--nbd", "tcp:0.0.0.0:0"]), format!("n: {open}"));
+    let why = serve.refused(2, &["create", named]);
+    assert!(why.contains("this server has no TLS"), "{why}");
+}

@@ -1,0 +1,118 @@
+//! What a file says, and what it cannot.
+
+use super::{AccessWords, parse};
+use crate::entries::Entries;
+use crate::kinds::Spec;
+
+#[test]
+fn a_file_is_read() {
+    let config = parse(
+        "nbd = ['unix:/a', 'tcp:127.0.0.1:0']\ncontrol = 'c'\nmax_connections = 65536\nmax_memory_in_flight = '1G'\n\
+         socket_mode = '0660'\nsocket_group = 44\ncontrol_user = 'root'\n\
+         [[device]]\nname = 'r'\nkind = 'ram'\ndisksize = '1G'\n\
+         [[device]]\nname = 'f'\nkind = 'file'\npath = 'x,y'\nreadonly = true\nblocksize = 512\n",
+    )
+    .unwrap();
+    assert_eq!(config.nbd, ["unix:/a", "tcp:127.0.0.1:0"]);
+    assert_eq!((config.control, config.max_connections), (Some("c".into()), Some(65_536)));
+    assert_eq!(config.max_memory_in_flight, Some(1 << 30));
+    let said = |words: &AccessWords, prefix| format!("{:?}", words.keys(prefix));
+    assert_eq!(said(&config.sockets, "socket"), r#"[("socket_mode", "0660"), ("socket_group", "44")]"#);
+    assert_eq!(said(&config.control_socket, "control"), r#"[("control_user", "root")]"#);
+    let devices: Vec<_> = config.devices.iter().map(|device| device.entries.to_string()).collect();
+    assert_eq!(devices, ["r=ram,disksize=1G", "f=file,path=x,,y,readonly=yes,blocksize=512"]);
+    assert_eq!(parse("nbd = 'unix:/a'").unwrap().nbd, ["unix:/a"]);
+}
+
+#[test]
+fn exports_and_numbers() {
+    let config = parse(
+        "ublk = true\n[[device]]\nname = 'job-%n'\nkind = 'fork'\nbase = 'golden'\nrecord = 'job-%n.log'\ncount = 2\n\
+         export = [{ nbd = 'unix:/job-%n', read_only = true }, { ublk = true, queues = 2 }, { vhost_user = 'unix:v%n' }]\n\
+         [[device]]\nname = 'n'\nkind = 'null'\ncount = 1\n[[device.export]]\nnbd = 'tcp:127.0.0.1:0'\n",
+    )
+    .unwrap();
+    assert!(config.ublk);
+    let [jobs, null] = &config.devices[..] else { panic!("two devices") };
+    let each = jobs.each();
+    assert_eq!(each[1].0.to_string(), "job-1=fork,base=golden,record=job-1.log");
+    let [nbd, ublk, machine] = &each[1].1[..] else { panic!("three exports") };
+    assert_eq!((nbd.nbd.as_deref(), nbd.read_only), (Some("unix:/job-1"), true));
+    assert_eq!((ublk.ublk, ublk.queues, ublk.read_only), (true, Some(2), false));
+    assert_eq!((machine.vhost_user.as_deref(), machine.line), (Some("unix:v1"), 8));
+    assert_eq!((each.len(), &each[0].0.name[..]), (2, "job-0"));
+    let each = null.each();
+    assert_eq!((&each[0].0.name[..], each[0].1[0].nbd.as_deref()), ("n-0", Some("tcp:127.0.0.1:0")));
+}
+
+#[test]
+fn errors_of_a_device_are_in_its_lines() {
+    let config = parse("\n[[device]]\nname = 'r'\n\nkind = 'ram'\ndisksiez = '1G'\n").unwrap();
+    let device = &config.devices[0];
+    let error = Spec::from_entries(device.entries.clone()).unwrap_err();
+    assert_eq!(device.line_of(&error), 6);
+    let missing = Spec::from_entries(Entries::parse("r=ram").unwrap()).unwrap_err();
+    assert_eq!(device.line_of(&missing), 2);
+}
+
+#[test]
+fn refusals_name_line_or_key() {
+    for (text, sentence) in [
+        (
+            "ndb = 'unix:/a'",
+            "unknown key \"ndb\"; nbd?; the keys are nbd, ublk, control, state, save_every, save_after, save_timeout, socket_mode, socket_user, socket_group, control_mode, control_user, control_group, tls, tls_cert, tls_key, tls_client_ca, allow_plaintext, max_connections, max_memory_in_flight, device",
+        ),
+        ("max_connections = 0", "max_connections=0: must be a number from 1 to 65536"),
+        ("max_connections = 65537", "max_connections=65537: must be a number from 1 to 65536"),
+        ("max_connections = '9'", "max_connections: must be a number from 1 to 65536, not string"),
+        (
+            "max_memory_in_flight = '1M'",
+            "max_memory_in_flight=1M: must be at least 64M, twice the largest request",
+        ),
+        ("max_memory_in_flight = 5", "max_memory_in_flight: must be a size as a text, for example '256M'"),
+        ("socket_mode = 660", "socket_mode: must be an octal number as a text, for example '0660'"),
+        ("control_mode = '680'", "control_mode=680: must be an octal number of up to 0777, for example 0660"),
+        ("socket_user = true", "socket_user: must be a name as a text, or a number"),
+        ("control_group = ''", "control_group: must be a name as a text, or a number"),
+        ("nbd = 1", "nbd: must be a text or a list of texts"),
+        ("nbd = [1]", "nbd: must be a text or a list of texts"),
+        ("control = true", "control: must be a path as a text"),
+        ("[device]\nname='r'", "device: write [[device]], with two brackets"),
+        ("[[device]]\nkind='ram'", "device 1: name is missing"),
+        ("[[device]]\nname='r'", "device 1: kind is missing"),
+        ("[[device]]\nname=1\nkind='ram'", "device 1: name: must be a text"),
+        (
+            "[[device]]\nname='r'\nkind='ram'\ndisksize=1.5",
+            "r: disksize: must be a text, a number or a boolean, not float",
+        ),
+    ] {
+        let said = parse(text).unwrap_err();
+        let (line, said) = said.split_once(": ").unwrap();
+        assert!(line.starts_with("line "), "{line}");
+        assert_eq!(said, sentence, "{text}");
+    }
+    for (text, said) in [
+        (
+            "[[device]]\nname='r'\nkind='ram'\n\ncount = 0",
+            "line 5: r: count: must be a number from 1 to 65536",
+        ),
+        ("[[device]]\nname='r-%n'\nkind='ram'", "line 1: r-%n: %n is for count"),
+        (
+            "[[device]]\nname='r'\nkind='ram'\nexport = [\n{},\n]",
+            "line 5: r: export: write { nbd = ADDRESS }, { vhost_user = 'unix:PATH' } or { ublk = true }, and a list of several",
+        ),
+        (
+            "[[device]]\nname='r'\nkind='ram'\n[[device.export]]\nnbd='a'\nreadonly=true",
+            "line 6: r: export: unknown key \"readonly\"; read_only?; the keys are nbd, vhost_user, ublk, queues, read_only",
+        ),
+        (
+            "[[device]]\nname='r'\nkind='ram'\nexport = { nbd='a', queues=2 }",
+            "line 4: r: export: queues: only with ublk",
+        ),
+        ("\nmax_connections = 0", "line 2: max_connections=0: must be a number from 1 to 65536"),
+    ] {
+        assert_eq!(parse(text).unwrap_err(), said, "{text}");
+    }
+    assert!(parse("nbd = 'a'\n\nnbd = 'b'\n").unwrap_err().starts_with("line 3: "));
+    assert!(parse("nbd = [").unwrap_err().starts_with("line 1: "));
+}
