@@ -30,6 +30,7 @@ mod restarts;
 mod served;
 pub mod setup;
 mod threads;
+mod tls_client;
 pub mod tool;
 mod virtio;
 pub mod writeback;

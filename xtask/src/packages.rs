@@ -11,11 +11,12 @@ pub type Tool = (&'static str, &'static str);
 
 /// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there
 /// already.
-pub const TOOLS: [Tool; 40] = [
+pub const TOOLS: [Tool; 41] = [
     ("fio", "fio"),
     // For its source, which the engine is built against.
     ("dpkg-source", "dpkg-dev"),
     ("nbdinfo", "libnbd-bin"),
+    ("openssl", "openssl"),
     ("nbdcopy", "libnbd-bin"),
     ("nbdfuse", "nbdfuse"),
     ("fusermount3", "fuse3"),

@@ -154,8 +154,14 @@ impl Bench<'_> {
         let data = Data::open(set, self.options.bytes(BYTES), self.options)?;
         let bytes = data.bytes() & !(MIB - 1);
         let image = self.place.image(&data, bytes)?;
-        let starter =
-            Starter { place: self.place, peers: self.peers, freestone: self.freestone, image: &image, bytes };
+        let starter = Starter {
+            place: self.place,
+            peers: self.peers,
+            freestone: self.freestone,
+            image: &image,
+            bytes,
+            tls: None,
+        };
         let groups = if all { Group::value_variants() } else { &[Group::Memory] };
         let groups =
             groups.iter().filter(|group| self.args.group.is_empty() || self.args.group.contains(group));

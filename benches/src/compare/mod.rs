@@ -8,6 +8,7 @@ mod machines;
 mod peers;
 mod queues;
 mod sides;
+mod tls;
 
 use std::path::PathBuf;
 
@@ -57,6 +58,8 @@ enum PartName {
     Machines,
     /// The same with one queue and with four, and a client of our own.
     Queues,
+    /// By TLS, against nbdkit and qemu-nbd, with a client of our own.
+    Tls,
 }
 
 /// Runs the parts.
@@ -66,11 +69,14 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     if wanted(PartName::Engine) {
         reports.extend(engine(options)?);
     }
-    if wanted(PartName::Server) || wanted(PartName::Machines) || wanted(PartName::Queues) {
+    if [PartName::Server, PartName::Machines, PartName::Queues, PartName::Tls].into_iter().any(wanted) {
         let peers = Peers::find(args)?;
         let freestone = ours::program(args.freestone.as_deref())?;
         let place = Place::new(&options.data_dir, "compare-")?;
         let bench = groups::Bench { options, place: &place, peers: &peers, freestone: &freestone, args };
+        if wanted(PartName::Tls) {
+            reports.push(tls::run(&bench)?);
+        }
         if wanted(PartName::Server) {
             for (number, set) in options.sets(&[Set::Fio, Set::Real]).into_iter().enumerate() {
                 reports.extend(bench.run(set, number == 0)?);

@@ -40,6 +40,8 @@ pub struct Starter<'a> {
     /// The base of overlays; every device has its size.
     pub image: &'a Path,
     pub bytes: u64,
+    /// The directory of certificates, for servers that want TLS.
+    pub tls: Option<&'a Path>,
 }
 
 /// A server that runs, and its files. They go after it.
@@ -166,18 +168,31 @@ impl Starter<'_> {
         // Not where the user's own server listens.
         command.arg(format!("--nbd=unix:{}", socket.display()));
         command.arg("--control").arg(socket.with_file_name("control"));
+        if let Some(tls) = self.tls {
+            command.arg("--tls=require");
+            command.arg(format!("--tls-cert={}", tls.join("server-cert.pem").display()));
+            command.arg(format!("--tls-key={}", tls.join("server-key.pem").display()));
+        }
         command
     }
 
     fn nbdkit(&self, socket: &Path) -> Command {
         let mut command = self.peers.program("nbdkit");
         command.args(["--foreground", "--unix"]).arg(socket);
+        if let Some(tls) = self.tls {
+            command.arg("--tls=require").arg(format!("--tls-certificates={}", tls.display()));
+        }
         command
     }
 
     fn qemu_nbd(&self, socket: &Path) -> Command {
         let mut command = self.peers.program("qemu-nbd");
         command.args(["--persistent", "--shared=8", "--socket"]).arg(socket);
+        if let Some(tls) = self.tls {
+            let dir = tls.display();
+            let object = format!("--object=tls-creds-x509,id=tls,dir={dir},endpoint=server,verify-peer=no");
+            command.args([&object[..], "--tls-creds=tls"]);
+        }
         command
     }
 

@@ -90,7 +90,8 @@ Devices:
                             zone_readonly=OFFSET[;...], zone_offline=OFFSET[;...]; a file zone_state=PATH
   ram, null, file, nbd and fork  faults='RULES'|none, seed=N, power_cut=yes|no, power_cut_unit=SIZE,
                             record=FILE
-  A device comes after what it stands on. All take publish=no, which keeps a device off the NBD addresses. A comma inside a value is written twice.
+  A device comes after what it stands on. All take publish=no, which keeps a device off the NBD addresses, and
+  tls_clients=any|NAME[+NAME...], which shows it by TLS only, to whose certificate has one of the names. A comma inside a value is written twice.
   Without any device and without --config: ram0=ram,disksize=1G
 
 Examples:
@@ -101,6 +102,8 @@ Examples:
   freestone serve n0=null,size=4G,zoned=1,zone_size=64M,memory_backed=1,faults='write error=EIO chance=1%',seed=7
   freestone serve scratch=ram,disksize=2G --run 'nbdcopy disk.img \"$uri\"'
   freestone serve vm=ram,disksize=4G --nbd unix:/run/vm.sock --socket-mode 0660 --socket-group kvm
+  freestone serve vm1=ram,disksize=4G,tls_clients=vm1 --nbd tcp:192.0.2.1:10809 --tls require \\
+      --tls-cert server-cert.pem --tls-key server-key.pem --tls-client-ca ca-cert.pem
   socat TCP-LISTEN:10809,fork EXEC:'freestone serve --single own=ram\\,disksize=1G'    a server for each client";
 
 const WAIT_EXAMPLES: &str = "\
@@ -246,7 +249,7 @@ const APPLY_EXAMPLES: &str = "\
 Examples:
   freestone apply freestone.toml --check      what would change
   freestone apply freestone.toml
-  kill -HUP PID                               the same for the file of serve --config
+  kill -HUP PID                               the same for the file of serve --config, and the files of --tls are read again
 
 Each change is shown. What was made at run time stays, unless with --prune. Where something cannot be (a key
 that is fixed, a device in use), that is said and nothing is done.";

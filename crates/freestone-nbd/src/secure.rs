@@ -10,7 +10,7 @@ use crate::tls::opener::Closed;
 impl Session<'_> {
     /// As [`receive`](Self::receive). The bytes that are still taken once the server wants the
     /// connection to end are those of the socket; what is here already is served.
-    #[cold]
+    #[inline(never)]
     pub(crate) fn receive_sealed(&mut self, need: usize) -> Result<(), Lost> {
         if !self.input.has_sealed() && !self.fetch()? {
             return Ok(());

@@ -13,6 +13,8 @@ pub mod opener;
 pub mod sealer;
 pub mod settings;
 pub mod start;
+#[cfg(test)]
+mod tests;
 
 /// Longest data of one record in bytes.
 pub const RECORD_BYTES: usize = 16 << 10;

@@ -28,7 +28,7 @@ pub struct Sealer {
     /// Number of the next record.
     number: u64,
     /// So many may have one key.
-    records_max: u64,
+    pub(super) records_max: u64,
     /// Sealed and not sent: gone when the send returns.
     records: Vec<Vec<u8>>,
 }
