@@ -1,21 +1,24 @@
 //! TLS: what clients get by it, who gets it, and what cannot be done to it from between.
 
 use std::collections::HashMap;
-use std::io::Write as _;
-use std::sync::Arc;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use freestone_nbd::{Clients, Credentials, Limits, MAX_CLEAR_BYTES, MAX_TLS_HANDSHAKE_BYTES, TlsMode};
 use freestone_testkit::certificates::{Authority, Usage};
 use rustls::version::{TLS12, TLS13};
+use rustls::{ClientConnection, StreamOwned};
 
 use crate::common::client::{
-    ACK, Client, ERR_INVALID, ERR_POLICY, ERR_UNKNOWN, READ, SERVER, WRITE, context_data, info_data, option,
-    request,
+    ACK, Client, ERR_INVALID, ERR_POLICY, ERR_UNKNOWN, READ, SERVER, TRIM, WRITE, context_data, info_data,
+    option, request,
 };
 use crate::common::device::{Manner, MemDevice};
-use crate::common::secure::{ERR_TLS_REQD, STARTTLS, Secure, assert_ends, files};
-use crate::common::{Fixture, eventually, pattern};
+use crate::common::secure::{ERR_TLS_REQD, STARTTLS, Secure, assert_ends, connection, files};
+use crate::common::vast::Vast;
+use crate::common::{Fixture, Headers, eventually, pattern};
 
 const ABORT: u32 = 2;
 const LIST: u32 = 3;
@@ -27,6 +30,33 @@ fn serving(mode: TlsMode) -> (Secure, Arc<MemDevice>) {
     let device = MemDevice::new(64 << 20);
     secure.publish("disk", &device, Clients::All);
     (secure, device)
+}
+
+/// A client's end, of which the test keeps the TLS in its hands.
+struct Shared {
+    stream: Arc<Mutex<StreamOwned<ClientConnection, UnixStream>>>,
+    /// With each write, and the other side is asked for as much.
+    changes_keys: bool,
+}
+
+impl Read for Shared {
+    fn read(&mut self, buf: &mut [u8]) -> std::io::Result<usize> {
+        self.stream.lock().unwrap().read(buf)
+    }
+}
+
+impl Write for Shared {
+    fn write(&mut self, buf: &[u8]) -> std::io::Result<usize> {
+        let mut stream = self.stream.lock().unwrap();
+        if self.changes_keys {
+            stream.conn.refresh_traffic_keys().unwrap();
+        }
+        stream.write(buf)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.stream.lock().unwrap().flush()
+    }
 }
 
 fn listed(client: &mut Client) -> Vec<String> {
@@ -43,14 +73,12 @@ fn requests_of_all_sizes_in_both_versions() {
     for versions in [&[&TLS12][..], &[&TLS13]] {
         for manner in [Manner::Inline, Manner::Thread] {
             device.set(manner);
-            for structured in [true, false] {
+            for headers in Headers::ALL {
                 let mut client = secure.client_as(Some("alice"), versions);
-                if structured {
-                    client.structured();
-                }
+                client.agree(headers);
                 client.go("disk");
                 for (n, len) in lens.into_iter().enumerate() {
-                    let data = pattern(n as u64 + u64::from(structured), len);
+                    let data = pattern(n as u64 + headers as u64, len);
                     assert_eq!(client.write(0, 4096 * n as u64, &data), 0);
                     assert!(client.read(4096 * n as u64, len as u32).unwrap() == data, "{len}");
                 }
@@ -147,33 +175,73 @@ fn where_it_is_required_nothing_is_answered_in_clear() {
 #[test]
 fn what_was_negotiated_before_does_not_count_behind() {
     let (secure, _device) = serving(TlsMode::On);
-    let socket = secure.socket();
-    let mut clear = Client::over(Box::new(socket.try_clone().unwrap()));
-    clear.greet(3);
-    clear.structured();
-    clear.set_context("disk");
-    assert_eq!(clear.outcome(STARTTLS, b"x"), ERR_INVALID);
-    assert_eq!(clear.outcome(STARTTLS, &[]), ACK);
-    let connection =
-        crate::common::secure::connection(&secure.ours, &secure.ours, Some("alice"), rustls::ALL_VERSIONS);
-    let mut client = Client::over(Box::new(rustls::StreamOwned::new(connection, socket)));
-    // Once is enough.
-    for data in [&[][..], b"x"] {
-        assert_eq!(client.outcome(STARTTLS, data), ERR_INVALID);
+    for headers in [Headers::Structured, Headers::Extended] {
+        let socket = secure.socket();
+        let mut clear = Client::over(Box::new(socket.try_clone().unwrap()));
+        clear.greet(3);
+        clear.agree(headers);
+        clear.set_context("disk");
+        assert_eq!(clear.outcome(STARTTLS, b"x"), ERR_INVALID);
+        assert_eq!(clear.outcome(STARTTLS, &[]), ACK);
+        let connection = connection(&secure.ours, &secure.ours, Some("alice"), rustls::ALL_VERSIONS);
+        let mut client = Client::over(Box::new(StreamOwned::new(connection, socket)));
+        // Once is enough.
+        for data in [&[][..], b"x"] {
+            assert_eq!(client.outcome(STARTTLS, data), ERR_INVALID);
+        }
+        // Contexts need chunks, which there are none of.
+        assert_eq!(client.outcome(10, &context_data("disk", &["base:allocation"])), ERR_INVALID);
+        let (_, flags) = client.go("disk");
+        assert_eq!(flags & (1 << 7), 0, "DF is for replies with chunks");
+        assert_eq!(client.read(0, 512).unwrap().len(), 512);
+        assert_ne!(client.run(0, 7, 0, 512), 0, "block status without a context");
+        client.disconnect();
     }
-    // Contexts need structured replies, which there are none of.
-    assert_eq!(client.outcome(10, &context_data("disk", &["base:allocation"])), ERR_INVALID);
-    let (_, flags) = client.go("disk");
-    assert_eq!(flags & (1 << 7), 0, "DF is for structured replies");
-    assert_eq!(client.read(0, 512).unwrap().len(), 512);
-    assert_ne!(client.run(0, 7, 0, 512), 0, "block status without a context");
-    client.disconnect();
     // And in clear all is as ever.
     let mut client = secure.clear();
     client.structured();
     client.go("disk");
     client.read(0, 512).unwrap();
     client.disconnect();
+}
+
+/// A range beyond all bounds: others are served meanwhile, and it ends with the client, whether that
+/// goes or says in TLS that no more will come.
+#[test]
+fn a_sweep_ends_with_its_client() {
+    const HUGE: u64 = 1 << 60;
+    const ESHUTDOWN: u32 = 108;
+    let secure = Secure::new(TlsMode::Require);
+    let device = Arc::new(Vast::new(HUGE, 1 << 20));
+    secure.publish("disk", &device, Clients::All);
+    for goes in [true, false] {
+        let stream = secure.stream(&secure.ours, Some("alice"), rustls::ALL_VERSIONS);
+        let stream = Arc::new(Mutex::new(stream));
+        let mut client = Client::over(Box::new(Shared { stream: Arc::clone(&stream), changes_keys: false }));
+        client.agree(Headers::Extended);
+        client.set_context("disk");
+        client.go("disk");
+        assert_eq!(client.long_statuses(0, 0, HUGE), Ok(vec![(1, vec![(HUGE, 3)])]));
+        let sweep = client.ask_long(0, TRIM, 0, HUGE);
+        for round in 0..20 {
+            assert_eq!(client.read(round << 30, 4096), Ok(vec![0; 4096]));
+        }
+        if goes {
+            drop((client, stream));
+        } else {
+            let mut stream = stream.lock().unwrap();
+            stream.conn.send_close_notify();
+            stream.flush().unwrap();
+            drop(stream);
+            assert_eq!(client.plain_reply(sweep), ESHUTDOWN);
+            client.assert_closed();
+        }
+        eventually(|| secure.server.stats().connections == 0);
+        let steps = device.steps.lock().unwrap().len();
+        std::thread::sleep(Duration::from_millis(20));
+        assert_eq!(device.steps.lock().unwrap().len(), steps);
+    }
+    secure.assert_sound();
 }
 
 #[test]
@@ -253,27 +321,8 @@ fn keys_can_change_at_any_time() {
     let mut stream = secure.stream(&secure.ours, Some("alice"), &[&TLS13]);
     stream.write_all(&option(GO, &info_data("disk", &[]))).unwrap();
     let socket = stream.sock.try_clone().unwrap();
-    let shared = Arc::new(std::sync::Mutex::new(stream));
-    struct Both(
-        Arc<std::sync::Mutex<rustls::StreamOwned<rustls::ClientConnection, std::os::unix::net::UnixStream>>>,
-    );
-    impl std::io::Read for Both {
-        fn read(&mut self, buf: &mut [u8]) -> std::io::Result<usize> {
-            self.0.lock().unwrap().read(buf)
-        }
-    }
-    impl std::io::Write for Both {
-        fn write(&mut self, buf: &[u8]) -> std::io::Result<usize> {
-            let mut stream = self.0.lock().unwrap();
-            // The other side is asked for as much.
-            stream.conn.refresh_traffic_keys().unwrap();
-            stream.write(buf)
-        }
-        fn flush(&mut self) -> std::io::Result<()> {
-            self.0.lock().unwrap().flush()
-        }
-    }
-    let mut client = Client::over(Box::new(Both(shared)));
+    let stream = Arc::new(Mutex::new(stream));
+    let mut client = Client::over(Box::new(Shared { stream, changes_keys: true }));
     assert_eq!(client.option_replies(GO).last().unwrap().kind, ACK);
     for n in 0..300_u64 {
         let data = pattern(n, 1 + 517 * n as usize);

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use freestone_nbd::Address;
 
+use super::Headers;
+
 pub const READ: u16 = 0;
 pub const WRITE: u16 = 1;
 pub const DISC: u16 = 2;
@@ -254,6 +256,14 @@ impl Client {
     pub fn extended(&mut self) {
         assert_eq!(self.outcome(11, &[]), ACK);
         (self.structured, self.extended) = (true, true);
+    }
+
+    pub fn agree(&mut self, headers: Headers) {
+        match headers {
+            Headers::Simple => {}
+            Headers::Structured => self.structured(),
+            Headers::Extended => self.extended(),
+        }
     }
 
     /// Sets these contexts; the identifiers and names that the server confirms.

@@ -87,11 +87,7 @@ impl Fixture {
     pub fn enter(&self, headers: impl Into<Headers>) -> Client {
         let mut client = self.connect();
         client.greet(3);
-        match headers.into() {
-            Headers::Simple => {}
-            Headers::Structured => client.structured(),
-            Headers::Extended => client.extended(),
-        }
+        client.agree(headers.into());
         if client.structured {
             client.set_context("disk");
         }

@@ -15,7 +15,6 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned, SupportedProtocolVersion};
 
 use super::client::{ACK, Client, option};
-use super::device::MemDevice;
 
 pub const STARTTLS: u32 = 5;
 pub const ERR_TLS_REQD: u32 = 0x8000_0005;
@@ -48,7 +47,7 @@ impl Secure {
         Self { server, address, ours, directory }
     }
 
-    pub fn publish(&self, name: &str, device: &Arc<MemDevice>, clients: Clients) {
+    pub fn publish(&self, name: &str, device: &Arc<impl Device + 'static>, clients: Clients) {
         let options = ExportOptions { default: name == "disk", clients, ..ExportOptions::default() };
         let device: Arc<dyn Device> = device.clone();
         self.server.publish(&self.address, name, device, options).unwrap();
