@@ -17,6 +17,8 @@ const TLS_HELP: &str = "TLS for NBD: off; on, for clients that want it and devic
                         all clients [default: off]";
 const CERT_HELP: &str = "The server's certificate, PEM; those between it and the authority behind it. SIGHUP reads the files again";
 const CA_HELP: &str = "Clients must show a certificate that one of these authorities has signed, PEM";
+const CRL_HELP: &str =
+    "Certificates of clients that are revoked: a list of each authority that stands behind clients, PEM";
 const PLAINTEXT_HELP: &str = "Listen also where other machines can connect without TLS: who reaches the port reads and \
                               writes";
 
@@ -35,6 +37,9 @@ pub struct TlsArgs {
     /// Of clients.
     #[arg(long, value_name = "FILE", help = CA_HELP)]
     tls_client_ca: Option<PathBuf>,
+    /// Not of these.
+    #[arg(long, value_name = "FILE", help = CRL_HELP)]
+    tls_client_crl: Option<PathBuf>,
     /// In clear.
     #[arg(long, help = PLAINTEXT_HELP)]
     allow_plaintext: bool,
@@ -51,13 +56,14 @@ pub struct Tls {
 impl Tls {
     /// What the command line says, and of the rest what the file at that path says.
     pub fn new(args: &TlsArgs, file: Option<(&TlsWords, &Path, &Path)>) -> Result<Self> {
-        let TlsArgs { tls, tls_cert, tls_key, tls_client_ca, allow_plaintext } = args;
+        let TlsArgs { tls, tls_cert, tls_key, tls_client_ca, tls_client_crl, allow_plaintext } = args;
         let here = env::current_dir().context("the working directory cannot be found")?;
         let words = TlsWords {
             tls: *tls,
             cert: tls_cert.clone(),
             key: tls_key.clone(),
             client_ca: tls_client_ca.clone(),
+            client_crl: tls_client_crl.clone(),
             allow_plaintext: allow_plaintext.then_some(true),
         };
         let mut words = words.with_base(&here);
@@ -145,8 +151,12 @@ fn words_to_files(words: &TlsWords) -> Result<Option<(TlsMode, TlsFiles)>, Strin
         Some(TlsWord::On) => TlsMode::On,
         Some(TlsWord::Require) => TlsMode::Require,
         None | Some(TlsWord::Off) => {
-            let said =
-                [("tls_cert", &words.cert), ("tls_key", &words.key), ("tls_client_ca", &words.client_ca)];
+            let said = [
+                ("tls_cert", &words.cert),
+                ("tls_key", &words.key),
+                ("tls_client_ca", &words.client_ca),
+                ("tls_client_crl", &words.client_crl),
+            ];
             return match said.iter().find(|(_, path)| path.is_some()) {
                 // Who turns it off for once does not have to take the files out.
                 Some((key, _)) if words.tls.is_none() => {
@@ -161,5 +171,9 @@ fn words_to_files(words: &TlsWords) -> Result<Option<(TlsMode, TlsFiles)>, Strin
         let word = words.tls.map_or("on", TlsWord::text);
         return Err(format!("tls={word}: needs tls_cert and tls_key; {missing} is missing"));
     };
-    Ok(Some((mode, TlsFiles { cert, key, client_ca: words.client_ca.clone() })))
+    let (client_ca, client_crl) = (words.client_ca.clone(), words.client_crl.clone());
+    if client_ca.is_none() && client_crl.is_some() {
+        return Err("tls_client_crl: says nothing without tls_client_ca".to_owned());
+    }
+    Ok(Some((mode, TlsFiles { cert, key, client_ca, client_crl })))
 }

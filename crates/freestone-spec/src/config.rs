@@ -47,7 +47,7 @@ const SAVE_AFTER_MIN_BYTES: u64 = 1 << 20;
 /// What `max_connections` can be.
 pub const MAX_CONNECTIONS_RANGE: RangeInclusive<i64> = 1..=65_536;
 
-const TOP_KEYS: [&str; 21] = [
+const TOP_KEYS: [&str; 22] = [
     "nbd",
     "ublk",
     "control",
@@ -65,6 +65,7 @@ const TOP_KEYS: [&str; 21] = [
     "tls_cert",
     "tls_key",
     "tls_client_ca",
+    "tls_client_crl",
     "allow_plaintext",
     "max_connections",
     "max_memory_in_flight",
@@ -276,7 +277,10 @@ impl FileConfig {
             ("control_mode" | "control_user" | "control_group", value) => {
                 self.control_socket.take(key, &value).map_err(|why| (None, why))?;
             }
-            ("tls" | "tls_cert" | "tls_key" | "tls_client_ca" | "allow_plaintext", value) => {
+            (
+                "tls" | "tls_cert" | "tls_key" | "tls_client_ca" | "tls_client_crl" | "allow_plaintext",
+                value,
+            ) => {
                 self.tls.take(key, &value).map_err(|why| (None, why))?;
             }
             ("max_connections", value) => {

@@ -1,5 +1,5 @@
-//! TLS of NBD, as it is written: `tls`, `tls_cert`, `tls_key`, `tls_client_ca` and `allow_plaintext`
-//! of a server, `tls_clients` of a device.
+//! TLS of NBD, as it is written: `tls`, `tls_cert`, `tls_key`, `tls_client_ca`, `tls_client_crl` and
+//! `allow_plaintext` of a server, `tls_clients` of a device.
 
 use std::path::{Path, PathBuf};
 
@@ -91,6 +91,8 @@ pub struct TlsWords {
     pub key: Option<PathBuf>,
     /// Who stands behind the certificates of clients.
     pub client_ca: Option<PathBuf>,
+    /// Which of these are trusted no more.
+    pub client_crl: Option<PathBuf>,
     /// Others than this machine's users may come in clear.
     pub allow_plaintext: Option<bool>,
 }
@@ -116,7 +118,8 @@ impl TlsWords {
             "tls" => self.tls = Some(TlsWord::parse(text).map_err(|why| format!("{key}={text}: {why}"))?),
             "tls_cert" => self.cert = Some(PathBuf::from(&**text)),
             "tls_key" => self.key = Some(PathBuf::from(&**text)),
-            _ => self.client_ca = Some(PathBuf::from(&**text)),
+            "tls_client_ca" => self.client_ca = Some(PathBuf::from(&**text)),
+            _ => self.client_crl = Some(PathBuf::from(&**text)),
         }
         Ok(())
     }
@@ -129,12 +132,13 @@ impl TlsWords {
             cert: self.cert.or(others.cert),
             key: self.key.or(others.key),
             client_ca: self.client_ca.or(others.client_ca),
+            client_crl: self.client_crl.or(others.client_crl),
             allow_plaintext: self.allow_plaintext.or(others.allow_plaintext),
         }
     }
 
     /// The keys with what was said of each, as text.
-    pub fn texts(&self) -> [(&'static str, Option<String>); 5] {
+    pub fn texts(&self) -> [(&'static str, Option<String>); 6] {
         let path = |path: &Option<PathBuf>| path.as_deref().map(path_text::text);
         let yes = |yes| if yes { "yes" } else { "no" }.to_owned();
         [
@@ -142,6 +146,7 @@ impl TlsWords {
             ("tls_cert", path(&self.cert)),
             ("tls_key", path(&self.key)),
             ("tls_client_ca", path(&self.client_ca)),
+            ("tls_client_crl", path(&self.client_crl)),
             ("allow_plaintext", self.allow_plaintext.map(yes)),
         ]
     }
@@ -150,7 +155,13 @@ impl TlsWords {
     #[must_use]
     pub fn with_base(self, base: &Path) -> Self {
         let at = |path: Option<PathBuf>| path.map(|path| base.join(path));
-        Self { cert: at(self.cert), key: at(self.key), client_ca: at(self.client_ca), ..self }
+        Self {
+            cert: at(self.cert),
+            key: at(self.key),
+            client_ca: at(self.client_ca),
+            client_crl: at(self.client_crl),
+            ..self
+        }
     }
 }
 

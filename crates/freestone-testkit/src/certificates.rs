@@ -4,8 +4,8 @@ use std::fs;
 use std::path::PathBuf;
 
 use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, date_time_ymd,
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, DnType, ExtendedKeyUsagePurpose,
+    IsCa, Issuer, KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams, SerialNumber, date_time_ymd,
 };
 
 /// Whom a certificate is for.
@@ -49,6 +49,7 @@ impl Authority {
             Usage::Client | Usage::ClientOnce => ExtendedKeyUsagePurpose::ClientAuth,
         }];
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.serial_number = Some(serial(file));
         if usage == Usage::ClientOnce {
             params.not_before = date_time_ymd(2001, 1, 1);
             params.not_after = date_time_ymd(2002, 1, 1);
@@ -57,6 +58,26 @@ impl Authority {
         let cert = params.signed_by(&key, &self.issuer).unwrap();
         fs::write(self.file(&format!("{file}-cert.pem")), cert.pem()).unwrap();
         fs::write(self.file(&format!("{file}-key.pem")), key.serialize_pem()).unwrap();
+    }
+
+    /// Writes `NAME`, a list of these as revoked, by the names of their files. It is valid until the
+    /// first of January of this year.
+    pub fn revoke(&self, name: &str, files: &[&str], until: i32) {
+        let revoked = |file: &&str| RevokedCertParams {
+            serial_number: serial(file),
+            revocation_time: date_time_ymd(2001, 1, 1),
+            reason_code: None,
+            invalidity_date: None,
+        };
+        let list = CertificateRevocationListParams {
+            this_update: date_time_ymd(2001, 1, 1),
+            next_update: date_time_ymd(until, 1, 1),
+            crl_number: SerialNumber::from(1),
+            issuing_distribution_point: None,
+            revoked_certs: files.iter().map(revoked).collect(),
+            key_identifier_method: KeyIdMethod::Sha256,
+        };
+        fs::write(self.file(name), list.signed_by(&self.issuer).unwrap().pem().unwrap()).unwrap();
     }
 
     /// Where all of them are.
@@ -68,4 +89,9 @@ impl Authority {
     pub fn file(&self, name: &str) -> PathBuf {
         self.dir.join(name)
     }
+}
+
+/// The serial number of a certificate.
+fn serial(file: &str) -> SerialNumber {
+    SerialNumber::from_slice(file.as_bytes())
 }

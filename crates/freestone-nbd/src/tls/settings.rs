@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rustls::crypto::ring;
-use rustls::pki_types::pem::PemObject as _;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::pem::{self, PemObject as _};
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::{RootCertStore, ServerConfig};
 use thiserror::Error;
@@ -30,13 +30,15 @@ pub struct TlsFiles {
     /// Authorities, one of which has to stand behind a client's certificate; none: clients need
     /// none.
     pub client_ca: Option<PathBuf>,
+    /// Lists of certificates that those have revoked; none: nothing is asked for.
+    pub client_crl: Option<PathBuf>,
 }
 
 /// Why files cannot be used. The key is the option's, as a file has it.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{key}={}: {why}", .path.display())]
 pub struct TlsError {
-    /// `tls_cert`, `tls_key` or `tls_client_ca`.
+    /// `tls_cert`, `tls_key`, `tls_client_ca` or `tls_client_crl`.
     pub key: &'static str,
     /// The file.
     pub path: PathBuf,
@@ -71,8 +73,15 @@ impl Credentials {
                 for root in certificates("tls_client_ca", path)? {
                     roots.add(root).map_err(|why| wrong("tls_client_ca", path, &why.to_string()))?;
                 }
-                let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
-                let verifier = verifier.map_err(|why| wrong("tls_client_ca", path, &why.to_string()))?;
+                let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
+                let (verifier, key, path) = match &files.client_crl {
+                    None => (verifier, "tls_client_ca", path),
+                    Some(lists) => {
+                        let verifier = verifier.with_crls(revoked("tls_client_crl", lists)?);
+                        (verifier.enforce_revocation_expiration(), "tls_client_crl", lists)
+                    }
+                };
+                let verifier = verifier.build().map_err(|why| wrong(key, path, &why.to_string()))?;
                 builder.with_client_cert_verifier(verifier)
             }
         };
@@ -129,6 +138,21 @@ fn wrong(key: &'static str, path: &Path, why: &str) -> TlsError {
 
 fn certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let all = CertificateDer::pem_file_iter(path).and_then(Iterator::collect);
-    let all: Vec<_> = all.map_err(|why| wrong(key, path, &why.to_string()))?;
-    if all.is_empty() { Err(wrong(key, path, "has no certificate in it")) } else { Ok(all) }
+    some(key, path, all, "has no certificate in it")
+}
+
+fn revoked(key: &'static str, path: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>, TlsError> {
+    let all = CertificateRevocationListDer::pem_file_iter(path).and_then(Iterator::collect);
+    some(key, path, all, "has no list of revoked certificates in it")
+}
+
+/// What a file has, unless that is nothing.
+fn some<T>(
+    key: &'static str,
+    path: &Path,
+    all: Result<Vec<T>, pem::Error>,
+    none: &str,
+) -> Result<Vec<T>, TlsError> {
+    let all = all.map_err(|why| wrong(key, path, &why.to_string()))?;
+    if all.is_empty() { Err(wrong(key, path, none)) } else { Ok(all) }
 }

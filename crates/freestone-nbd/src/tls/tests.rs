@@ -34,6 +34,7 @@ impl Pair {
             cert: authority.file("server-cert.pem"),
             key: authority.file("server-key.pem"),
             client_ca: None,
+            client_crl: None,
         };
         Self { credentials: Credentials::load(&files).unwrap(), authority, _dir: dir }
     }

@@ -6,7 +6,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use freestone_nbd::{Clients, Credentials, Limits, MAX_CLEAR_BYTES, MAX_TLS_HANDSHAKE_BYTES, TlsMode};
+use freestone_nbd::{
+    Clients, Credentials, Limits, MAX_CLEAR_BYTES, MAX_TLS_HANDSHAKE_BYTES, TlsFiles, TlsMode,
+};
 use freestone_testkit::certificates::{Authority, Usage};
 use rustls::version::{TLS12, TLS13};
 use rustls::{ClientConnection, StreamOwned};
@@ -406,6 +408,42 @@ fn who_is_not_trusted_gets_nothing() {
         client.go("disk");
         client.disconnect();
     }
+}
+
+#[test]
+fn who_is_revoked_is_trusted_no_more() {
+    let (secure, _device) = serving(TlsMode::Require);
+    let ours = &secure.ours;
+    ours.sign("bob", "bob.example", Usage::Client);
+    let others = Authority::new(secure.directory.path().join("others"));
+    others.revoke("crl.pem", &[], 2100);
+    let comes = |who| {
+        let mut stream = secure.stream(ours, Some(who), rustls::ALL_VERSIONS);
+        let _ = stream.write_all(&option(GO, &info_data("disk", &[])));
+        stream.read(&mut [0; 1]).is_ok()
+    };
+    let with = |list| {
+        let files = TlsFiles { client_crl: Some(list), ..files(ours, true) };
+        Credentials::load(&files).map(|credentials| secure.server.renew(credentials))
+    };
+    ours.revoke("crl.pem", &["bob", "nobody"], 2100);
+    with(ours.file("crl.pem")).unwrap();
+    assert!(comes("alice") && !comes("bob"));
+    ours.revoke("crl.pem", &[], 2100);
+    with(ours.file("crl.pem")).unwrap();
+    assert!(comes("alice") && comes("bob"));
+    // A list that is out of date, or another authority's, says nothing of anybody: nobody is trusted.
+    ours.revoke("old.pem", &["bob"], 2002);
+    for list in [ours.file("old.pem"), others.file("crl.pem")] {
+        with(list.clone()).unwrap();
+        assert!(!comes("alice") && !comes("bob"), "{}", list.display());
+    }
+    for (list, why) in [("ca-cert.pem", "has no list of revoked"), ("none.pem", "")] {
+        let error = with(ours.file(list)).unwrap_err().to_string();
+        assert!(error.starts_with("tls_client_crl=") && error.contains(why), "{error}");
+    }
+    with(ours.file("crl.pem")).unwrap();
+    secure.assert_sound();
 }
 
 #[test]

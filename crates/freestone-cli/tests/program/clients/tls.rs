@@ -179,14 +179,18 @@ fn new_files_are_read_without_an_outage() {
     command.env("RUST_LOG", "info").stderr(log);
     command
         .args(["serve", "r=ram,disksize=8M", "--nbd", "unix:nbd", "--control", "control"])
-        .args(args("require", &[]));
+        .args(args("require", &["--tls-client-crl", "tls/crl.pem"]));
+    ours.revoke("crl.pem", &[], 2100);
     let serve = Serve::ready(dir, command);
-    let wait_for = |text: &str| {
+    let wait_until = |is_so: &dyn Fn() -> bool| {
         let end = Instant::now() + Duration::from_secs(20);
-        while !fs::read_to_string(serve.path("log")).unwrap().contains(text) {
-            assert!(Instant::now() < end, "{text:?} is not in the log");
+        while !is_so() {
+            assert!(Instant::now() < end, "{}", fs::read_to_string(serve.path("log")).unwrap());
             thread::sleep(Duration::from_millis(5));
         }
+    };
+    let wait_for = |text: &str| {
+        wait_until(&|| fs::read_to_string(serve.path("log")).unwrap().contains(text));
     };
     // It stays from the beginning to the end.
     let object = format!("tls-creds-x509,id=t,dir={},endpoint=client", ours.dir().display());
@@ -210,14 +214,23 @@ fn new_files_are_read_without_an_outage() {
     serve.signal(Signal::HUP);
     wait_for("with tls_key: ");
     assert_eq!(size(&at), Ok(8 * MIB));
+    fs::rename(ours.file("server-key.old"), ours.file("server-key.pem")).unwrap();
+    // Who is revoked does not come any more.
+    ours.revoke("crl.pem", &["client"], 2100);
+    serve.signal(Signal::HUP);
+    wait_for("the files of TLS were read again");
+    wait_until(&|| size(&at).is_err());
+    ours.revoke("crl.pem", &["other"], 2100);
+    serve.signal(Signal::HUP);
+    wait_until(&|| size(&at).is_ok());
     // Others do for who comes next.
     let next = authority(serve.dir.path(), "next");
-    for file in ["ca-cert.pem", "server-cert.pem", "server-key.pem"] {
+    next.revoke("crl.pem", &[], 2100);
+    for file in ["ca-cert.pem", "server-cert.pem", "server-key.pem", "crl.pem"] {
         fs::copy(next.file(file), ours.file(file)).unwrap();
     }
     serve.signal(Signal::HUP);
-    wait_for("the files of TLS were read again");
-    assert_eq!(size(&uri(&serve, "r", next.dir())), Ok(8 * MIB));
+    wait_until(&|| size(&uri(&serve, "r", next.dir())) == Ok(8 * MIB));
     // Its own certificate was signed by who is not trusted any more.
     assert!(size(&at).is_err());
     let out = long.wait_with_output().unwrap();
@@ -244,6 +257,10 @@ fn what_cannot_be_meant_is_refused() {
         "tls=require: needs tls_cert and tls_key; tls_key is missing"
     );
     assert_eq!(said(2, &["--tls-key", "x"]), "tls_key: says nothing without tls: on, or require");
+    assert_eq!(
+        said(2, &["--tls", "on", "--tls-cert", "x", "--tls-key", "x", "--tls-client-crl", "x"]),
+        "tls_client_crl: says nothing without tls_client_ca"
+    );
     let missing = said(2, &["--tls", "on", "--tls-cert", "x", "--tls-key", "x"]);
     assert!(missing.starts_with(&format!("tls_cert={}/x: ", at.display())), "{missing}");
     let no_key = said(2, &["--tls", "on", "--tls-cert", "tls/ca-cert.pem", "--tls-key", "tls/ca-cert.pem"]);

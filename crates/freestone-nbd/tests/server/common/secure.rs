@@ -121,6 +121,7 @@ pub fn files(ours: &Authority, verify: bool) -> TlsFiles {
         cert: ours.file("server-cert.pem"),
         key: ours.file("server-key.pem"),
         client_ca: verify.then(|| ours.file("ca-cert.pem")),
+        client_crl: None,
     }
 }
 
