@@ -14,8 +14,10 @@ use serde_json::{Map, Value};
 
 use crate::job::Watched;
 
-/// A key that is not of the family, but of what is restored.
-pub const READONLY: &str = "readonly";
+/// Keys that are not of the family, but of what is restored: clients cannot write, and who they are.
+pub const OWN_KEYS: [&str; 2] = ["readonly", TLS_CLIENTS];
+/// The latter, which forks have as well.
+pub const TLS_CLIENTS: &str = "tls_clients";
 /// The base that is missing has to be there on a server.
 pub const CREATE_BASE: &str = "which no device here is; create that base first";
 
@@ -65,7 +67,7 @@ pub fn make(
     if watched.is_over() {
         return Ok(None);
     }
-    let of_family = asked.said.keys().find(|key| *key != READONLY);
+    let of_family = asked.said.keys().find(|key| !OWN_KEYS.contains(&key.as_str()));
     let (family, bases, backing) = match (&base, of_family) {
         (Some(base), None) => (base.family_of(registry)?, vec![as_base(base)], None),
         (Some(base), Some(key)) => {

@@ -10,8 +10,7 @@ use anyhow::Result;
 use freestone::save::{Contents, Device as Saved, inspect};
 use freestone_spec::entries::Entries;
 use freestone_spec::family;
-use freestone_spec::kinds::{self, Entry, KindSpec, StandsOn};
-use freestone_spec::layers::LayerSpec;
+use freestone_spec::kinds::{self, Entry, KindSpec, Said, StandsOn};
 use freestone_spec::refusal::{Errno, Refusal};
 use freestone_spec::{Devices, OpenError};
 use serde_json::{Map, Value};
@@ -165,9 +164,8 @@ impl Source {
         let (_, ram) = devices.swap_remove(*number);
         let words = Entries { name: name.to_owned(), kind: "restored".to_owned(), pairs: Vec::new() };
         let kind = contents.devices[*number].kind;
-        let layers = LayerSpec::default();
         let on = StandsOn { base: base.as_ref(), backing: backing.as_ref() };
-        let entry = kinds::restored(words, kind, ram, path.clone(), on, layers, false);
+        let entry = kinds::restored(words, kind, ram, path.clone(), on, Said::default());
         Ok(Arc::new(entry?))
     }
 }

@@ -24,7 +24,7 @@ use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::job::Kind;
 use crate::recording::Recording;
-use crate::restoring::{self, CREATE_BASE, READONLY, Restored, refused};
+use crate::restoring::{self, CREATE_BASE, OWN_KEYS, Restored, TLS_CLIENTS, refused};
 use crate::service::Service;
 
 /// How a restore that was cancelled leaves things.
@@ -45,7 +45,7 @@ pub struct Line {
     #[arg(
         help = "mem_limit=SIZE, comp_algorithm=NAME, backing_dev=PATH|device:NAME and the other keys of a ram device that a \
                   family has; of forks, these are their base's; and for disks and forks faults, seed, power_cut, power_cut_unit, record as \
-                  for serve, with %n in record for the number of each, from 0 on. readonly=yes: clients cannot write"
+                  for serve, with %n in record for the number of each, from 0 on. readonly=yes: clients cannot write; tls_clients as for serve"
     )]
     words: Vec<String>,
 }
@@ -76,7 +76,7 @@ impl TryFrom<Line> for Params {
         if name.as_ref().is_some_and(|name| name.contains('=')) {
             words.insert(0, name.take().unwrap_or_default());
         }
-        let allowed: Vec<&str> = family::KEYS.into_iter().chain(FAULT_KEYS).chain([READONLY]).collect();
+        let allowed: Vec<&str> = family::KEYS.into_iter().chain(FAULT_KEYS).chain(OWN_KEYS).collect();
         let values = words::parse(&label, "restore", &words, &allowed)?;
         let mut entries = Entries::new("restored", "ram").map_err(|e| Usage(e.to_string()))?;
         for (key, value) in values {
@@ -142,6 +142,7 @@ impl Verb for Restore {
         let claimed: Vec<_> = all.iter().copied().chain(asked.kind.changes()).collect();
         let claim = service.claim_all(Self::METHOD, &claimed)?;
         service.check_unseen(&asked)?;
+        service.exports.tls.check_device(&asked)?;
         for name in &names {
             if service.registry.find(name).is_some() {
                 return Err(Fault::failed(Errno::EEXIST, format!("{name}: a device of that name exists")));
@@ -177,16 +178,10 @@ impl Verb for Restore {
                 DeviceKind::Disk | DeviceKind::Fork => numbers.next(),
             };
             let layers = number.map_or_else(LayerSpec::default, |number| layers.numbered(number));
+            let of_device = kinds::Said { layers, readonly, tls_clients: asked.tls_clients.clone() };
             let words = words_of(name, told, number, base.map(|base| (base.name(), base.size())), &said);
-            let entry = kinds::restored(
-                words,
-                told.kind,
-                ram,
-                file.clone(),
-                StandsOn { base, backing },
-                layers,
-                readonly,
-            );
+            let entry =
+                kinds::restored(words, told.kind, ram, file.clone(), StandsOn { base, backing }, of_device);
             let added = entry.map(Arc::new).map_err(Fault::from).and_then(|entry| {
                 made.push(Arc::clone(&entry));
                 service.add(&entry)
@@ -247,8 +242,8 @@ fn words_of(
             if device.size != base_size {
                 words.put("size", &size);
             }
-            let of_layers = said.iter().filter(|(key, _)| FAULT_KEYS.contains(&key.as_str()));
-            words.pairs.extend(of_layers.cloned());
+            let own = |key: &str| FAULT_KEYS.contains(&key) || key == TLS_CLIENTS;
+            words.pairs.extend(said.iter().filter(|(key, _)| own(key)).cloned());
         }
         // Of a snapshot beside it in the file.
         (_, None) => return words,

@@ -17,6 +17,7 @@ use crate::entries::Entries;
 use crate::family;
 use crate::layers::LayerSpec;
 use crate::refusal::Refusal;
+use crate::tls::TlsClients;
 
 /// From a saved file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,19 +51,30 @@ pub struct StandsOn<'a> {
     pub backing: Option<&'a Arc<Entry>>,
 }
 
-/// A device that was in `file`; with these layers. Its words are those of the
-/// nearest that can be asked for, if there is one.
+/// What was said of such a device.
+#[derive(Debug, Default)]
+pub struct Said {
+    /// What lies over it.
+    pub layers: LayerSpec,
+    /// Clients cannot write.
+    pub readonly: bool,
+    /// Who sees it.
+    pub tls_clients: Option<TlsClients>,
+}
+
+/// A device that was in `file`. Its words are those of the nearest that can be asked for, if there is
+/// one.
 pub fn restored(
     words: Entries,
     kind: DeviceKind,
     ram: Ram,
     file: PathBuf,
     on: StandsOn<'_>,
-    layers: LayerSpec,
-    readonly: bool,
+    said: Said,
 ) -> Result<Entry, Refusal> {
     let ram = Arc::new(ram);
     let StandsOn { base, backing } = on;
+    let Said { layers, readonly, tls_clients } = said;
     let needs = base.into_iter().cloned().collect::<Vec<_>>();
     let base = base.map(|base| base.name().to_owned());
     let kind_spec = KindSpec::Restored(RestoredSpec { file, base });
@@ -70,7 +82,7 @@ pub fn restored(
         name: words.name.clone(),
         words,
         publish: None,
-        tls_clients: None,
+        tls_clients,
         on_lost: None,
         keep: false,
         kind: kind_spec,

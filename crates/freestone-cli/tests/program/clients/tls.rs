@@ -172,6 +172,43 @@ fn what_lasts_over_restarts_stays_for_whom_it_was() {
 }
 
 #[test]
+fn what_is_restored_is_for_whom_is_said_then() {
+    let (dir, ours) = directory();
+    let devices = ["one=ram,disksize=2M,tls_clients=client", "base=ram,disksize=1M", "--state", "st"];
+    let serve = Serve::start_in(dir, &args("on", &devices), true);
+    serve.text(&["snapshot", "base", "base-1"]);
+    serve.text(&["fork", "base-1", "two"]);
+    serve.text(&["save", "two", "forks"]);
+    serve.text(&["save", "one", "disk"]);
+    for name in ["one", "two"] {
+        serve.text(&["remove", name]);
+    }
+    assert!(serve.refused(2, &["restore", "disk", "tls_clients=a++b"]).contains("tls_clients=a++b: must be"));
+    let clear = |serve: &Serve, name: &str| {
+        size(&format!("nbd+unix:///{name}?socket={}", serve.path("nbd").display()))
+    };
+    serve.text(&["restore", "disk", "tls_clients=other"]);
+    serve.text(&["restore", "forks", "tls_clients=client"]);
+    for name in ["one", "two"] {
+        serve.text(&["publish", name, "--nbd", "unix:nbd"]);
+    }
+    assert!(clear(&serve, "one").is_err() && clear(&serve, "two").is_err());
+    assert_eq!(size(&uri(&serve, "two", ours.dir())), Ok(MIB));
+    assert!(size(&uri(&serve, "one", ours.dir())).is_err());
+    serve.signal(Signal::TERM);
+    let (_, dir) = serve.wait();
+    let why = refused(
+        dir.path(),
+        2,
+        &["serve", "n=null,size=1M", "--nbd", "unix:nbd", "--control", "control", "--state", "st"],
+    );
+    assert!(why.contains("tls_clients: this server has no TLS"), "{why}");
+    let serve = Serve::start_in(dir, &["n=null,size=1M"], true);
+    let why = serve.refused(2, &["restore", "disk", "tls_clients=any"]);
+    assert!(why.contains("tls_clients: this server has no TLS"), "{why}");
+}
+
+#[test]
 fn new_files_are_read_without_an_outage() {
     let (dir, ours) = directory();
     let mut command = hearing_hangups(dir.path());
