@@ -73,6 +73,7 @@ enum Next {
     Go,
     Receive,
     Done,
+    Failed(Error),
 }
 
 /// Shakes hands with a client that was told that it may.
@@ -85,7 +86,6 @@ pub fn start(
     let mut buf = Mapped::new(SEALED_BUFFER_BYTES, 0).map_err(|_| NotStarted::Left)?;
     let (mut at, mut end, mut total) = (0, 0, 0);
     let (mut out, mut early) = (Vec::new(), Vec::new());
-    let mut failure = None;
     loop {
         let UnbufferedStatus { discard, state } = connection.process_tls_records(&mut buf[at..end]);
         let next = match state {
@@ -108,24 +108,23 @@ pub fn start(
             Ok(ConnectionState::BlockedHandshake) => Next::Receive,
             Ok(ConnectionState::WriteTraffic(_)) => Next::Done,
             Ok(_) => return Err(NotStarted::Left),
-            // Asked again, it has what the client is told of that.
-            Err(error) if failure.is_none() => {
-                failure = Some(error);
-                Next::Go
-            }
-            Err(error) => {
-                // That the client hears it is not waited for.
-                let _ = send(socket, &out, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
-                return Err(failure.unwrap_or(error).into());
-            }
+            Err(error) => Next::Failed(error),
         };
         at += discard;
         match next {
             Next::Go => {}
-            _ if failure.is_some() => {
-                return Err(NotStarted::Refused("a handshake that went wrong goes on".to_owned()));
-            }
             Next::Done => break,
+            Next::Failed(error) => {
+                // Asked once more it has what the client is told; more often it would look at the same
+                // bytes again.
+                let UnbufferedStatus { state, .. } = connection.process_tls_records(&mut buf[at..end]);
+                if let Ok(ConnectionState::EncodeTlsData(data)) = state {
+                    encode(data, &mut out)?;
+                    // That the client hears it is not waited for.
+                    let _ = send(socket, &out, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+                }
+                return Err(error.into());
+            }
             Next::Receive => {
                 buf.copy_within(at..end, 0);
                 (at, end) = (0, end - at);

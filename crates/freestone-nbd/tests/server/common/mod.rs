@@ -1,5 +1,5 @@
 //! A small device in memory and a raw client, byte by byte after the protocol's specification.
-#![allow(dead_code, reason = "each test program uses a part of it")]
+#![allow(dead_code, unused_imports, reason = "each test program uses a part of it")]
 #![allow(clippy::missing_panics_doc, missing_docs, reason = "test code")]
 
 pub mod client;
