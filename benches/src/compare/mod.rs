@@ -74,9 +74,6 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
         let freestone = ours::program(args.freestone.as_deref())?;
         let place = Place::new(&options.data_dir, "compare-")?;
         let bench = groups::Bench { options, place: &place, peers: &peers, freestone: &freestone, args };
-        if wanted(PartName::Tls) {
-            reports.push(tls::run(&bench)?);
-        }
         if wanted(PartName::Server) {
             for (number, set) in options.sets(&[Set::Fio, Set::Real]).into_iter().enumerate() {
                 reports.extend(bench.run(set, number == 0)?);
@@ -91,6 +88,9 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
         }
         if args.part.contains(&PartName::Queues) || (args.part.is_empty() && peers.are_unpacked()) {
             reports.push(queues::run(&bench)?);
+        }
+        if wanted(PartName::Tls) {
+            reports.push(tls::run(&bench)?);
         }
     }
     Ok(reports)

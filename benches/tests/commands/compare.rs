@@ -71,6 +71,7 @@ fn compare_measures_every_side() {
             "compare: disks in memory over NBD",
             "compare: null drives over NBD",
             "compare: overlays of a raw image over NBD",
+            "compare: NBD by TLS",
         ]
     );
     assert!(notes(&reports[0]).contains("zram999") && reports[0]["rows"].as_array().unwrap().is_empty());
@@ -80,7 +81,7 @@ fn compare_measures_every_side() {
         &["null", "nbdkit null", "qemu-nbd null-co"],
         &["fork", "nbdkit cow", "qemu-nbd qcow2 overlay"],
     ];
-    for (report, sides) in reports[1..].iter().zip(sides) {
+    for (report, sides) in reports[1..=sides.len()].iter().zip(sides) {
         let notes = notes(report);
         assert!(notes.contains("Versions: freestone ") && notes.contains("qemu-nbd --persistent"), "{notes}");
         for side in sides {
@@ -90,6 +91,12 @@ fn compare_measures_every_side() {
                     assert!(row["median"].as_f64().unwrap() > 0.0 && row["count"] == 1, "{row}");
                 }
             }
+        }
+    }
+    for load in ["4 KiB reads, 1 connection", "128 KiB writes, 4 connections"] {
+        for pair in ["null / nbdkit null", "null / qemu-nbd null-co"] {
+            let row = row(&reports[4], &format!("{load}: {pair}"));
+            assert!(row["median"].as_f64().unwrap() > 0.0, "{row}");
         }
     }
     let stored = |report: &Value, side: &str| {

@@ -332,7 +332,7 @@ pub struct Cli {
 pub enum Command {
     /// Serve devices over NBD until SIGINT or SIGTERM
     #[command(after_help = SERVE_EXAMPLES)]
-    Serve(ServeArgs),
+    Serve(Box<ServeArgs>),
     /// Wait until a server is ready, or until a verb in the background has ended
     #[command(after_help = WAIT_EXAMPLES)]
     Wait(Call<wait::Line>),

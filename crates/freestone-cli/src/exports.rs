@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use freestone::device::Device;
 use freestone::ram::NoWaiting;
 use freestone_nbd::{
-    Access, Address, ExportOptions, Limits, ListenError, PublishError, Server, TemplateOptions,
+    Access, Address, ExportInfo, ExportOptions, Limits, ListenError, PublishError, Server, TemplateOptions,
 };
 use freestone_spec::kinds::registry::Registry;
 use freestone_spec::kinds::{Entry, KindSpec, Spec};
@@ -132,11 +132,7 @@ impl Exports {
 
     /// With what a client reaches a device at an NBD address.
     pub fn uri_at(&self, name: &str, address: &Address) -> Option<String> {
-        self.nbd
-            .exports_named(name)
-            .iter()
-            .find(|export| export.address == *address)
-            .map(|export| export.uri())
+        self.nbd.exports_named(name).iter().find(|export| export.address == *address).map(ExportInfo::uri)
     }
 
     /// Connections to a device, as far as they are counted without a question to the kernel.

@@ -64,7 +64,7 @@ const CONTROL_HELP: &str = "Where the control socket goes [default: $FREESTONE_C
 const UBLK_HELP: &str = "Show what is published as block devices of this machine, too: /dev/ublkbN, which are \
                          printed; what a killed server left of them is removed";
 
-const MAX_CONNECTIONS_HELP: &str = "Serve at most N NBD connections at one time; each can hold 34 MiB \
+const MAX_CONNECTIONS_HELP: &str = "Serve at most N NBD connections at one time; each can hold 35 MiB \
                                     [default: 1024]";
 
 const MAX_MEMORY_HELP: &str = "Hold at most SIZE of data for requests of all connections; further ones wait \
@@ -448,7 +448,7 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
         let has_files = config.is_some() || running.service.exports.tls.mode().is_some();
         let on_hangup = || {
             // Else it is the terminal that hung up.
-            let is_meant = has_files && !(had_terminal && !until::has_terminal());
+            let is_meant = has_files && (!had_terminal || until::has_terminal());
             if is_meant {
                 apply::again(&service, config);
             }

@@ -177,6 +177,8 @@ fn again(
         spec = Spec::from_entries(words).map_err(|why| invalid(why.to_string()))?;
     }
     let uuid = Uuid::parse_str(&device.uuid).map_err(|why| invalid(format!("its UUID is none: {why}")))?;
+    // Before anything is opened: nobody could reach it.
+    service.exports.tls.check_device(&spec)?;
     let content = if spec.keep { saved.take(service, topology, device, &spec)? } else { None };
     let is_own = content.as_ref().map_or(spec.is_lost(), |content| !content.is_exact);
     let gone = |name: Option<&str>| name.is_some_and(|name| lost.contains(name));

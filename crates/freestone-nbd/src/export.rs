@@ -67,6 +67,7 @@ pub enum EnterError {
 }
 
 /// What [`Server::exports`](crate::Server::exports) tells of an export.
+#[expect(clippy::struct_excessive_bools, reason = "each is told for itself")]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExportInfo {
     /// Its name.

@@ -19,6 +19,7 @@ pub enum Received {
 }
 
 /// What a receive system call brought, and how many bytes.
+#[inline]
 pub fn outcome(bytes: Result<usize, Errno>) -> (Received, usize) {
     match bytes {
         Ok(0) => (Received::End, 0),
@@ -29,6 +30,7 @@ pub fn outcome(bytes: Result<usize, Errno>) -> (Received, usize) {
 }
 
 /// One receive system call; 0 is the end of the stream.
+#[inline]
 pub fn receive_into(socket: BorrowedFd<'_>, flags: RecvFlags, buf: &mut [u8]) -> Result<usize, Errno> {
     rustix::io::retry_on_intr(|| recv(socket, &mut *buf, flags).map(|(n, _)| n))
 }

@@ -280,7 +280,9 @@ impl Server {
     /// What is needed of the server counts for each export.
     fn told(&self, mut exports: Vec<ExportInfo>) -> Vec<ExportInfo> {
         if self.tls() == Some(TlsMode::Require) {
-            exports.iter_mut().for_each(|export| export.tls = true);
+            for export in &mut exports {
+                export.tls = true;
+            }
         }
         exports
     }

@@ -249,6 +249,7 @@ impl<'a> Session<'a> {
     }
 
     /// Bytes that are still taken from the socket, from when the server wants the connection to end.
+    #[inline]
     pub(crate) fn begin_drain(&mut self) -> Option<u64> {
         if self.drain.is_none() && self.link.is_draining() {
             self.drain = Some(rustix::io::ioctl_fionread(self.link.socket()).unwrap_or(0));
@@ -355,6 +356,7 @@ impl<'a> Session<'a> {
 
     /// Waits until something has finished, or with `input` until the socket has something; answers
     /// whether it has. `None`: the connection was cut.
+    #[inline]
     pub(crate) fn wait(&mut self, input: bool) -> Option<bool> {
         let queue = self.link.queue();
         // Whoever cuts after this look wakes the poll; an earlier wake may have been taken already.

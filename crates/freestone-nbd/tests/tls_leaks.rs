@@ -58,11 +58,11 @@ const STEPS: [Step; 11] = [
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
     Leaves,
-    ClosesOneWay,
+    HalfCloses,
     Stops,
 }
 
-const WAYS: [Way; 3] = [Way::Leaves, Way::ClosesOneWay, Way::Stops];
+const WAYS: [Way; 3] = [Way::Leaves, Way::HalfCloses, Way::Stops];
 
 /// Takes a client to its step; the socket is all that is left of it.
 fn client_at(secure: &Secure, step: Step, number: usize) -> UnixStream {
@@ -150,7 +150,7 @@ fn everybody(secure: &Secure, rounds: usize) {
                     let socket = client_at(secure, step, number);
                     match way {
                         Way::Leaves => drop(socket),
-                        Way::ClosesOneWay => {
+                        Way::HalfCloses => {
                             socket.shutdown(Shutdown::Write).unwrap();
                             stopped.push(socket);
                         }
@@ -183,8 +183,8 @@ fn nothing_is_left_of_clients_that_leave_or_stop_anywhere() {
                 client.go("disk");
                 let mut done = 0;
                 while busy.load(SeqCst) {
-                    assert_eq!(client.write(0, 4096, &[done as u8; 20_000]), 0);
-                    assert!(client.read(4096, 20_000).unwrap() == [done as u8; 20_000]);
+                    assert_eq!(client.write(0, 4096, &vec![done as u8; 20_000]), 0);
+                    assert!(client.read(4096, 20_000).unwrap() == vec![done as u8; 20_000]);
                     done += 1;
                 }
                 client.disconnect();

@@ -17,7 +17,7 @@ use crate::recording::Recording;
 use crate::service::Service;
 
 /// Keys of the command line, for all of the snapshots; `cow` and `cow_size` have a value for each.
-const KEYS: [&str; 9] = [
+const KEYS: [&str; 10] = [
     "cow",
     "cow_size",
     "store",
@@ -27,6 +27,7 @@ const KEYS: [&str; 9] = [
     "discard_passdown_origin",
     "force",
     "merge",
+    "tls_clients",
 ];
 const KEYS_FOR_EACH: [&str; 2] = ["cow", "cow_size"];
 
@@ -42,12 +43,12 @@ pub struct Line {
     /// A name for each
     #[arg(value_name = "NAME[,NAME...]")]
     names: String,
-    /// Of snapshots with copies.
+    /// Of snapshots with copies, and who sees them.
     #[arg(value_name = "KEY=VALUE", value_parser = super::keys::words_parser())]
     #[arg(
         help = "cow=PATH|DEVICE (where copies go; default memory), and for copies cow_size=SIZE, store=P|PO|N, \
                   chunk_size=SIZE, readonly=yes|no, discard_zeroes_cow=yes|no, discard_passdown_origin=yes|no, \
-                  force=yes|no, merge=yes|no; several origins have cow=A,B"
+                  force=yes|no, merge=yes|no; several origins have cow=A,B; tls_clients as for serve"
     )]
     words: Vec<String>,
 }

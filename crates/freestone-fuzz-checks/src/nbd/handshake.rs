@@ -22,6 +22,9 @@ const MAGIC: &[u8] = b"IHAVEOPT";
 const EXPORT_NAME: u32 = 1;
 const ABORT: u32 = 2;
 const LIST: u32 = 3;
+const STARTTLS: u32 = 5;
+/// More in that option is no client's.
+const STARTTLS_BYTES_MAX: usize = 64 << 10;
 const INFO: u32 = 6;
 const GO: u32 = 7;
 const STRUCTURED_REPLY: u32 = 8;
@@ -34,6 +37,7 @@ const SERVER: u32 = 2;
 const FACT: u32 = 3;
 const META_CONTEXT: u32 = 4;
 const ERR_UNSUP: u32 = (1 << 31) + 1;
+const ERR_POLICY: u32 = (1 << 31) + 2;
 const ERR_INVALID: u32 = (1 << 31) + 3;
 const ERR_UNKNOWN: u32 = (1 << 31) + 6;
 const ERR_TOO_BIG: u32 = (1 << 31) + 9;
@@ -223,6 +227,13 @@ impl<'a> Plain<'a> {
                 let export = find(name)?;
                 self.end = End::Chosen { at: bytes.len() - said.0.len(), export, by_name: true };
                 return Some(());
+            }
+            // The server has no TLS.
+            if kind == STARTTLS {
+                said.bytes(len).filter(|_| len <= STARTTLS_BYTES_MAX)?;
+                let last = if len > 0 { ERR_INVALID } else { ERR_POLICY };
+                self.options.push(Asked { kind, data: &[], last, told: Vec::new() });
+                continue;
             }
             if len > MAX_OPTION_BYTES {
                 if len > MAX_SKIPPED_OPTION_BYTES {

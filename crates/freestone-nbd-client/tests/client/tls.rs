@@ -1,7 +1,7 @@
 //! TLS with qemu-nbd and nbdkit as servers, with certificates that are made here; and what is refused.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 

@@ -132,7 +132,7 @@ fn a_handshake_of_any_bytes_ends_in_an_error() {
         match round % 3 {
             0 => bytes.truncate(round * 7 % hello.len()),
             1 => {
-                for _ in 0..1 + round % 4 {
+                for _ in 0..=round % 4 {
                     let at = rng.below(bytes.len() as u64) as usize;
                     bytes[at] = rng.word() as u8;
                 }

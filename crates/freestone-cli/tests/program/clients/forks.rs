@@ -190,7 +190,7 @@ fn what_is_no_base_is_told() {
         (&["publish", "golden", "--nbd", "unix:x", "--ttl", "1"], "golden: publish: ttl=1: only with --template".into()),
         (&["publish", "golden", "x", "--nbd", "unix:x"], "golden: publish: x: a name of its own is for --template".into()),
         (&["snapshot", "ram0,golden", "a"], "a: snapshot: 2 origins and 1 names; one for each is needed".into()),
-        (&["snapshot", "ram0", "a", "cwo=x"], "a: snapshot: unknown key \"cwo\"; cow?; the keys are cow, cow_size, store, chunk_size, readonly, discard_zeroes_cow, discard_passdown_origin, force, merge".into()),
+        (&["snapshot", "ram0", "a", "cwo=x"], "a: snapshot: unknown key \"cwo\"; cow?; the keys are cow, cow_size, store, chunk_size, readonly, discard_zeroes_cow, discard_passdown_origin, force, merge, tls_clients".into()),
         (&["merge", "ram0"], "ram0: merge: overwrites the origin with what the snapshot holds; say so with --into-origin".into()),
     ] {
         assert_eq!(serve.refused(2, args), sentence, "{args:?}");

@@ -38,8 +38,8 @@ fn authority(dir: &Path, name: &str) -> Authority {
     ours
 }
 
-fn args<'a>(mode: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    [&["--tls", mode][..], &TLS, more].concat()
+fn args<'a>(mode: &'a str, others: &[&'a str]) -> Vec<&'a str> {
+    [&["--tls", mode][..], &TLS, others].concat()
 }
 
 /// What libnbd is given.
@@ -85,7 +85,9 @@ fn the_standard_clients_come_by_it() {
     let qemu = |tls: &Path, commands: &[&str]| {
         let mut qemu = tool("qemu-io");
         qemu.args(["--object", &object(tls), "--image-opts", &image]);
-        commands.iter().for_each(|command| _ = qemu.args(["-c", command]));
+        for command in commands {
+            qemu.args(["-c", command]);
+        }
         finish(&mut qemu)
     };
     let asked = ["write -P 7 1M 5M", "read -P 7 1M 5M", "read -P 0 40M 1M", "discard 1M 1M", "flush"];
@@ -150,6 +152,18 @@ fn a_device_is_for_the_clients_that_it_names() {
     assert!(list.contains("nbds+unix:///one?") && list.contains("\"nbd+unix:///all?"), "{list}");
 }
 
+fn ended(serve: Serve) -> tempfile::TempDir {
+    serve.signal(Signal::TERM);
+    serve.wait().1
+}
+
+/// A device of the state cannot be there without TLS, and that is told.
+fn is_missed(serve: &Serve, name: &str) {
+    let listed = serve.text(&["list"]);
+    assert!(listed.contains(&format!("{name}: is not there again, ")), "{listed}");
+    assert!(listed.contains(&format!("{name}: tls_clients: this server has no TLS")), "{listed}");
+}
+
 #[test]
 fn what_lasts_over_restarts_stays_for_whom_it_was() {
     let (dir, ours) = directory();
@@ -158,16 +172,18 @@ fn what_lasts_over_restarts_stays_for_whom_it_was() {
         &args("on", &["one=ram,disksize=2M,keep=yes,tls_clients=client", "--state", "st"]),
         true,
     );
+    let data: Vec<u8> = (0..2 * MIB as usize).map(|at| (at / 7) as u8).collect();
+    fs::write(serve.path("data"), &data).unwrap();
+    ok(tool("nbdcopy").arg(serve.path("data")).arg(uri(&serve, "one", ours.dir())));
     for _ in 0..2 {
         assert!(size(&format!("nbd+unix:///one?socket={}", serve.path("nbd").display())).is_err());
-        assert_eq!(size(&uri(&serve, "one", ours.dir())), Ok(2 * MIB));
-        serve.signal(Signal::TERM);
-        let (_, dir) = serve.wait();
-        // Not without TLS.
-        let why =
-            refused(dir.path(), 2, &["serve", "--state", "st", "--nbd", "unix:nbd", "--control", "control"]);
-        assert!(why.contains("one: tls_clients: this server has no TLS"), "{why}");
-        serve = Serve::start_in(dir, &args("on", &["--state", "st"]), true);
+        ok(tool("nbdcopy").arg(uri(&serve, "one", ours.dir())).arg(serve.path("copy")));
+        assert!(fs::read(serve.path("copy")).unwrap() == data);
+        let dir = ended(serve);
+        // Without TLS it is not there, and is kept.
+        serve = Serve::start_in(dir, &["--state", "st"], true);
+        is_missed(&serve, "one");
+        serve = Serve::start_in(ended(serve), &args("on", &["--state", "st"]), true);
     }
 }
 
@@ -195,15 +211,10 @@ fn what_is_restored_is_for_whom_is_said_then() {
     assert!(clear(&serve, "one").is_err() && clear(&serve, "two").is_err());
     assert_eq!(size(&uri(&serve, "two", ours.dir())), Ok(MIB));
     assert!(size(&uri(&serve, "one", ours.dir())).is_err());
-    serve.signal(Signal::TERM);
-    let (_, dir) = serve.wait();
-    let why = refused(
-        dir.path(),
-        2,
-        &["serve", "n=null,size=1M", "--nbd", "unix:nbd", "--control", "control", "--state", "st"],
-    );
-    assert!(why.contains("tls_clients: this server has no TLS"), "{why}");
-    let serve = Serve::start_in(dir, &["n=null,size=1M"], true);
+    let serve = Serve::start_in(ended(serve), &["--state", "st"], true);
+    is_missed(&serve, "one");
+    is_missed(&serve, "two");
+    let serve = Serve::start_in(ended(serve), &["n=null,size=1M"], true);
     let why = serve.refused(2, &["restore", "disk", "tls_clients=any"]);
     assert!(why.contains("tls_clients: this server has no TLS"), "{why}");
 }
@@ -235,10 +246,10 @@ fn new_files_are_read_without_an_outage() {
         "driver=nbd,path={},export=r,tls-creds=t,tls-hostname=localhost",
         serve.path("nbd").display()
     );
-    let mut long = Command::new("qemu-io");
-    long.args(["--object", &object, "--image-opts", &image, "-c", "write -P 1 0 64k"]);
-    long.args(["-c", "sleep 3000", "-c", "read -P 1 0 64k"]).stdout(std::process::Stdio::piped());
-    let long = long.spawn().unwrap();
+    let mut client = Command::new("qemu-io");
+    client.args(["--object", &object, "--image-opts", &image, "-c", "write -P 1 0 64k"]);
+    client.args(["-c", "sleep 3000", "-c", "read -P 1 0 64k"]).stdout(std::process::Stdio::piped());
+    let client = client.spawn().unwrap();
     wait_for("connected");
     let at = uri(&serve, "r", ours.dir());
     assert_eq!(size(&at), Ok(8 * MIB));
@@ -270,7 +281,7 @@ fn new_files_are_read_without_an_outage() {
     wait_until(&|| size(&uri(&serve, "r", next.dir())) == Ok(8 * MIB));
     // Its own certificate was signed by who is not trusted any more.
     assert!(size(&at).is_err());
-    let out = long.wait_with_output().unwrap();
+    let out = client.wait_with_output().unwrap();
     let said = String::from_utf8(out.stdout).unwrap();
     assert!(out.status.success() && said.contains("read 65536/65536"), "{said}");
     serve.signal(Signal::TERM);
