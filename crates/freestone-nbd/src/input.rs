@@ -73,6 +73,7 @@ impl Input {
 
     /// Receives once, at most `limit` bytes, so that in the end `need` bytes (at most
     /// [`RECEIVE_BUFFER_BYTES`]) fit from the first unconsumed byte on. Returns the bytes too.
+    #[inline]
     pub fn receive(
         &mut self,
         socket: BorrowedFd<'_>,

@@ -165,20 +165,23 @@ impl Replies {
         if self.plug.is_some() || self.at_work.is_some() {
             self.let_go();
         }
-        let result = if self.sealer.is_some() {
-            self.send_sealed(socket)
-        } else if self.owned.is_empty() {
-            self.send_plain(socket)
-        } else {
-            self.send_mixed(socket)
-        };
-        self.len = 0;
-        if !self.owned.is_empty() {
-            for (_, data) in self.owned.drain(..) {
-                self.buffers.give(data);
-            }
-            self.owned_bytes = 0;
+        if self.owned.is_empty() && self.sealer.is_none() {
+            let result = self.send_plain(socket);
+            self.len = 0;
+            return result;
         }
+        self.send_others(socket)
+    }
+
+    /// What does not lie in the buffer alone, or is sealed. Apart: most sends are neither.
+    #[inline(never)]
+    fn send_others(&mut self, socket: BorrowedFd<'_>) -> Result<(), rustix::io::Errno> {
+        let result = if self.sealer.is_some() { self.send_sealed(socket) } else { self.send_mixed(socket) };
+        self.len = 0;
+        for (_, data) in self.owned.drain(..) {
+            self.buffers.give(data);
+        }
+        self.owned_bytes = 0;
         result
     }
 
@@ -210,7 +213,6 @@ impl Replies {
         }
     }
 
-    #[inline(never)]
     fn send_sealed(&mut self, socket: BorrowedFd<'_>) -> Result<(), rustix::io::Errno> {
         let Some(sealer) = &mut self.sealer else { return Ok(()) };
         let mut from = 0;

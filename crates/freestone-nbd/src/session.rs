@@ -441,10 +441,9 @@ impl<'a> Session<'a> {
         self.finish(part.slot)
     }
 
-    fn show_tally(&mut self) {
-        self.tally.sends = self.replies.sends;
-        self.tally.sent_bytes = self.replies.sent_bytes;
-        self.link.counters().show(&self.tally);
+    fn show_tally(&self) {
+        let Replies { sends, sent_bytes, .. } = self.replies;
+        self.link.counters().show(&Tally { sends, sent_bytes, ..self.tally });
     }
 }
 
