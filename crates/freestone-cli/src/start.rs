@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use freestone::mutants::{self, Mutant};
 use freestone_spec::entries::Entries;
-use freestone_spec::kinds::{self, Entry, Identity, OnLost, Spec};
+use freestone_spec::kinds::{self, Entry, Identity, OnLost, RESTORED, Spec};
 use freestone_spec::refusal::Errno;
 use freestone_state::{Device, State, Topology};
 use tracing::{error, info, warn};
@@ -169,6 +169,9 @@ fn again(
 ) -> Result<(Arc<Entry>, bool), Fault> {
     let invalid = |why: String| Fault::failed(Errno::EINVAL, why);
     let words = Entries::parse(&device.words).map_err(|why| invalid(why.to_string()))?;
+    if words.kind == RESTORED {
+        return Err(invalid("it came out of a file, which has to be restored again".to_owned()));
+    }
     let mut spec = Spec::from_entries(words.clone()).map_err(|why| invalid(why.to_string()))?;
     if let Some(log) = spec.layers.record.as_ref().filter(|log| log.exists()) {
         warn!("{}: {}: the recording has ended with the server before", device.name, log.display());

@@ -10,7 +10,7 @@ use anyhow::Result;
 use freestone::save::{Contents, Device as Saved, inspect};
 use freestone_spec::entries::Entries;
 use freestone_spec::family;
-use freestone_spec::kinds::{self, Entry, KindSpec, Said, StandsOn};
+use freestone_spec::kinds::{self, Entry, KindSpec, RESTORED, Said, StandsOn};
 use freestone_spec::refusal::{Errno, Refusal};
 use freestone_spec::{Devices, OpenError};
 use serde_json::{Map, Value};
@@ -162,7 +162,7 @@ impl Source {
         };
         // The others go.
         let (_, ram) = devices.swap_remove(*number);
-        let words = Entries { name: name.to_owned(), kind: "restored".to_owned(), pairs: Vec::new() };
+        let words = Entries { name: name.to_owned(), kind: RESTORED.to_owned(), pairs: Vec::new() };
         let kind = contents.devices[*number].kind;
         let on = StandsOn { base: base.as_ref(), backing: backing.as_ref() };
         let entry = kinds::restored(words, kind, ram, path.clone(), on, Said::default());

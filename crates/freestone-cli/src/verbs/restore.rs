@@ -9,7 +9,7 @@ use freestone::save::{Contents, Device as Saved, DeviceKind, inspect};
 use freestone_spec::entries::{Entries, check_name};
 use freestone_spec::family;
 use freestone_spec::kinds::Entry;
-use freestone_spec::kinds::{self, KindSpec, Spec, StandsOn};
+use freestone_spec::kinds::{self, KindSpec, RESTORED, Spec, StandsOn};
 use freestone_spec::layers::{FAULT_KEYS, LayerSpec, NUMBER};
 use freestone_spec::path_text;
 use freestone_spec::refusal::{Errno, Refusal};
@@ -223,7 +223,7 @@ fn words_of(
     base: Option<(&str, u64)>,
     said: &[(String, String)],
 ) -> Entries {
-    let mut words = Entries { name: name.to_owned(), kind: "restored".to_owned(), pairs: Vec::new() };
+    let mut words = Entries { name: name.to_owned(), kind: RESTORED.to_owned(), pairs: Vec::new() };
     let (Some(number), size) = (number, exact(device.size)) else { return words };
     let number = number.to_string();
     match (device.kind, base) {

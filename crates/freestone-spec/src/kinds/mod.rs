@@ -51,7 +51,7 @@ pub use self::ram::{
     Change, RamSpec, auto_recompressed, backing, bd_stat, debug_stat, full_stat, io_stat, mm_stat,
 };
 use self::registry::Registry;
-pub use self::restored::{RestoredSpec, Said, StandsOn, kept, restored};
+pub use self::restored::{RESTORED, RestoredSpec, Said, StandsOn, kept, restored};
 pub use self::snapshot::{
     CowDevice, CowPlace, CowSpec, CutOutcome, SnapshotSpec, Stack, cow_stat, merge, missed_writes, snapshots,
 };

@@ -19,6 +19,9 @@ use crate::layers::LayerSpec;
 use crate::refusal::Refusal;
 use crate::tls::TlsClients;
 
+/// The kind of what came out of a file and cannot be asked for by other words.
+pub const RESTORED: &str = "restored";
+
 /// From a saved file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RestoredSpec {
