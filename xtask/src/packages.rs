@@ -16,7 +16,6 @@ pub const TOOLS: [Tool; 41] = [
     // For its source, which the engine is built against.
     ("dpkg-source", "dpkg-dev"),
     ("nbdinfo", "libnbd-bin"),
-    ("openssl", "openssl"),
     ("nbdcopy", "libnbd-bin"),
     ("nbdfuse", "nbdfuse"),
     ("fusermount3", "fuse3"),
@@ -57,6 +56,8 @@ pub const TOOLS: [Tool; 41] = [
     // Servers that are started for a connection, and units that are looked at.
     ("systemd-socket-activate", "systemd"),
     ("systemd-analyze", "systemd"),
+    // Makes certificates as the docs say.
+    ("openssl", "openssl"),
     // Shells that complete our verbs.
     ("zsh", "zsh"),
     ("fish", "fish"),

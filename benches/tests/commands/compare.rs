@@ -94,9 +94,13 @@ fn compare_measures_every_side() {
         }
     }
     for load in ["4 KiB reads, 1 connection", "128 KiB writes, 4 connections"] {
-        for pair in ["null / nbdkit null", "null / qemu-nbd null-co"] {
-            let row = row(&reports[4], &format!("{load}: {pair}"));
+        for side in ["null", "nbdkit null", "qemu-nbd null-co"] {
+            let row = row(&reports[4], &format!("{load}: {side}"));
             assert!(row["median"].as_f64().unwrap() > 0.0, "{row}");
+        }
+        for pair in ["null / nbdkit null", "null / qemu-nbd null-co"] {
+            // It has no median where slices so short are too far apart.
+            row(&reports[4], &format!("{load}: {pair}"));
         }
     }
     let stored = |report: &Value, side: &str| {
