@@ -1,7 +1,8 @@
 #!/bin/bash
-# ceph-rbd-speed.sh DIR - what the way to RBD of the Ceph that ceph.sh runs in DIR costs: fio by librbd itself, through qemu-nbd, and through
-# a device `nbd` of the program FREESTONE over that, in turn, ROUNDS (9) times SECONDS (3). Prints requests a second and medians of ratios,
-# and how much CPU a request takes of all programs on the way, without Ceph's. It decides nothing and is in no lane: the machine has to be idle.
+# ceph-rbd-speed.sh DIR - what the way to RBD of the Ceph that ceph.sh runs in DIR costs: fio by librbd itself, through qemu-nbd, through a
+# device `nbd` of the program FREESTONE over that, and through its device `rbd` (freestone-rbd), in turn, ROUNDS (9) times SECONDS_EACH (3).
+# Prints requests a second and medians of ratios, and how much CPU a request takes of all programs on the way, without Ceph's. It decides
+# nothing and is in no lane: the machine has to be idle.
 set -eu
 cd "$(dirname "$0")/.."
 dir=$1/rbd-speed server=''
@@ -12,7 +13,7 @@ timeout 60 rbd create --no-progress rbd/speed --size 1G 2>/dev/null || timeout 6
 qemu-nbd --persistent --shared=0 -f raw --cache=none --socket "$dir/qemu.sock" "rbd:rbd/speed:conf=$CEPH_CONF" >"$dir/qemu-nbd.log" 2>&1 &
 exporter=$!
 soon 20 nbdinfo "nbd+unix:///?socket=$dir/qemu.sock" || wrong "no qemu-nbd: $(cat "$dir/qemu-nbd.log")"
-serve "nbd,uri=nbd+unix:///?socket=$dir/qemu.sock"
+serve "nbd,uri=nbd+unix:///?socket=$dir/qemu.sock" "r=rbd,image=rbd/speed,conf=$CEPH_CONF"
 ticks() { # pid... : their CPU time in hundredths of a second
   for pid in "$@"; do awk '{print $14 + $15}' "/proc/$pid/stat"; done | awk '{sum += $1} END {print sum + 0}'; }
 run() { # side rw bytes depth: requests a second, and CPU microseconds of each
@@ -20,6 +21,7 @@ run() { # side rw bytes depth: requests a second, and CPU microseconds of each
     librbd) engine="--ioengine=rbd --pool=rbd --rbdname=speed --clientname=admin" others='';;
     qemu-nbd) engine="--ioengine=nbd --uri=nbd+unix:///?socket=$dir/qemu.sock" others=$exporter;;
     freestone) engine="--ioengine=nbd --uri=$(uri d)" others="$exporter $server";;
+    freestone-rbd) engine="--ioengine=nbd --uri=$(uri r)" others=$server;;
   esac
   # shellcheck disable=SC2086
   before=$(ticks $others)
@@ -37,13 +39,14 @@ fio --name=x --ioengine=rbd --pool=rbd --rbdname=speed --clientname=admin --rw=w
 for load in "randread 4k 1" "randread 4k 32" "randwrite 4k 32" "randread 128k 8" "write 128k 8"; do
   rm -f "$dir"/got.*
   for round in $(seq "$rounds"); do
-    sides="librbd qemu-nbd freestone"
-    [ $((round % 2)) = 1 ] || sides="freestone qemu-nbd librbd"
+    sides="librbd qemu-nbd freestone freestone-rbd"
+    [ $((round % 2)) = 1 ] || sides="freestone-rbd freestone qemu-nbd librbd"
     # shellcheck disable=SC2086
     for side in $sides; do run "$side" $load >>"$dir/got.$side"; done; done
-  say "$load: $(for side in librbd qemu-nbd freestone; do
+  say "$load: $(for side in librbd qemu-nbd freestone freestone-rbd; do
     printf '%s %.0f/s %.0f us CPU, ' "$side" "$(cut -f1 "$dir/got.$side" | median)" "$(cut -f2 "$dir/got.$side" | median)"; done)"
   ratio() { paste "$dir/got.$1" "$dir/got.$2" | awk '{print $1 / $3}' | median; }
   say "$load: qemu-nbd / librbd $(ratio qemu-nbd librbd), freestone / qemu-nbd $(ratio freestone qemu-nbd), freestone / librbd $(ratio freestone librbd)"
+  say "$load: freestone-rbd / librbd $(ratio freestone-rbd librbd), freestone-rbd / qemu-nbd $(ratio freestone-rbd qemu-nbd)"
 done
 end; kill $exporter; wait $exporter || true

@@ -29,7 +29,7 @@ const SKIPPED: [&str; 2] = [
 ];
 
 /// Packages whose tests run.
-const PACKAGES: [&str; 12] = [
+const PACKAGES: [&str; 13] = [
     "freestone",
     "freestone-core",
     "freestone-cow",
@@ -38,6 +38,7 @@ const PACKAGES: [&str; 12] = [
     "freestone-nbd",
     "freestone-nbd-client",
     "freestone-ram",
+    "freestone-rbd",
     "freestone-store",
     "freestone-testkit",
     "freestone-ublk",

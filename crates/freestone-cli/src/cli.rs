@@ -69,6 +69,12 @@ Devices:
       tls_ca=FILE, tls_hostname=NAME        whom to trust; default the system's certificates, the host
       tls_cert=FILE, tls_key=FILE           shown to the server
       what its forks share is set here too, with readonly=yes: all keys of ram but disksize
+  NAME=rbd,image=POOL/NAME  image in Ceph's RBD, by librbd (Debian's package librbd1)
+      conf=FILE, id=USER                    default as Ceph finds its configuration; admin
+      snap=NAME                             a snapshot of the image, read-only
+      timeout=TIME                          how long a request waits for the cluster; default 2m
+      readonly=yes|no, size=SIZE            default no; another size is refused
+      what its forks share is set here too, with readonly=yes or snap: all keys of ram but disksize
   NAME=fork,base=NAME       disk over a file or export with readonly=yes, an image or a snapshot
       size=SIZE                             default the base's; beyond it are zeroes
       mem_limit=SIZE|none                   its own cap in its family's memory; default none
@@ -88,7 +94,7 @@ Devices:
   ram, null and file take   zoned=yes, zone_size=SIZE (default 256M), zone_capacity=SIZE, zone_nr_conv=N,
                             zone_max_open=N, zone_max_active=N, zone_append_max_sectors=N, zone_full=yes|no,
                             zone_readonly=OFFSET[;...], zone_offline=OFFSET[;...]; a file zone_state=PATH
-  ram, null, file, nbd and fork  faults='RULES'|none, seed=N, power_cut=yes|no, power_cut_unit=SIZE,
+  ram, null, file, nbd, rbd and fork  faults='RULES'|none, seed=N, power_cut=yes|no, power_cut_unit=SIZE,
                             record=FILE
   A device comes after what it stands on. All take publish=no, which keeps a device off the NBD addresses, and
   tls_clients=any|NAME[+NAME...], which shows it by TLS only, to whose certificate has one of the names. A comma inside a value is written twice.

@@ -182,7 +182,7 @@ impl Entries {
                 "backing_dev" if value.starts_with(DEVICE) => {}
                 // No directory but a word.
                 "cache" if value == "none" => {}
-                "path" | "backing_dev" | "cow" | "record" | "zone_state" | "key" | "cache"
+                "path" | "backing_dev" | "cow" | "record" | "zone_state" | "key" | "cache" | "conf"
                 | "credentials" | "tls_ca" | "tls_cert" | "tls_key"
                     if !value.is_empty() =>
                 {
@@ -278,7 +278,7 @@ fn keyed(kind: &str) -> String {
 /// A kind of device with its article.
 pub fn a_kind(kind: &str) -> String {
     // As they are spoken.
-    let article = if matches!(kind, "image" | "nbd") { "an" } else { "a" };
+    let article = if matches!(kind, "image" | "nbd" | "rbd") { "an" } else { "a" };
     format!("{article} {kind}")
 }
 

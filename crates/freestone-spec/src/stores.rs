@@ -231,7 +231,7 @@ fn parse_cache_size(text: &str) -> Result<u64, String> {
 }
 
 fn parse_timeout(text: &str) -> Result<Duration, String> {
-    within(text, TIMEOUT_RANGE)
+    times::within(text, TIMEOUT_RANGE)
 }
 
 fn parse_hedge(text: &str) -> Result<Duration, String> {
@@ -240,16 +240,7 @@ fn parse_hedge(text: &str) -> Result<Duration, String> {
 }
 
 fn parse_grace(text: &str) -> Result<Duration, String> {
-    within(text, GRACE_RANGE)
-}
-
-fn within(text: &str, (least, most): (Duration, Duration)) -> Result<Duration, String> {
-    let time = times::parse(text)?;
-    if (least..=most).contains(&time) {
-        Ok(time)
-    } else {
-        Err(format!("must be {} to {}", times::exact(least), times::exact(most)))
-    }
+    times::within(text, GRACE_RANGE)
 }
 
 fn parse_endpoint(text: &str) -> Result<String, String> {

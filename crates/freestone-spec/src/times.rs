@@ -23,6 +23,19 @@ pub fn parse(text: &str) -> Result<Duration, String> {
     }
 }
 
+/// The same, from the first to the second of these times.
+///
+/// # Errors
+/// Half a sentence.
+pub fn within(text: &str, (least, most): (Duration, Duration)) -> Result<Duration, String> {
+    let time = parse(text)?;
+    if (least..=most).contains(&time) {
+        Ok(time)
+    } else {
+        Err(format!("must be {} to {}", exact(least), exact(most)))
+    }
+}
+
 /// How long, as it is written.
 pub fn exact(time: Duration) -> String {
     let ms = time.as_millis() as u64;

@@ -11,6 +11,7 @@
 //! * [`s3`]: a server of objects, in this process, that fails as it is told.
 //! * [`Latency`]: a line to a server with a round trip's time and a bandwidth, which counts what goes over it.
 //! * [`certificates`]: for TLS.
+//! * [`librbd`]: a library that stands for Ceph's, over files.
 //! * [`objects`]: a store of objects in memory that fails when it is told to.
 //! * [`vhost_user`]: a frontend, for exports to virtual machines.
 //!
@@ -29,6 +30,7 @@ mod deferred;
 mod faulty;
 mod heads;
 mod latency;
+pub mod librbd;
 mod model;
 mod model_zoned;
 pub mod objects;

@@ -31,7 +31,7 @@ pub fn of_program(root: &Path, maintainer: &str, libraries: &str) -> Result<Stri
     writeln!(text, "Depends: adduser, {libraries}")?;
     // For stores in object storage, and for nbds.
     writeln!(text, "Recommends: ca-certificates")?;
-    writeln!(text, "Suggests: e2fsprogs, libnbd-bin, nbd-client, qemu-utils, udev")?;
+    writeln!(text, "Suggests: e2fsprogs, libnbd-bin, librbd1, nbd-client, qemu-utils, udev")?;
     write!(text, "Description: {SUMMARY}\n{DESCRIPTION}")?;
     Ok(text)
 }

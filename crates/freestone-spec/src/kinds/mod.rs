@@ -12,6 +12,8 @@ mod nbd;
 mod null;
 mod qcow2;
 mod ram;
+#[cfg(feature = "rbd")]
+mod rbd;
 pub mod registry;
 mod restored;
 mod shared_family;
@@ -50,6 +52,8 @@ pub use self::qcow2::Qcow2Spec;
 pub use self::ram::{
     Change, RamSpec, auto_recompressed, backing, bd_stat, debug_stat, full_stat, io_stat, mm_stat,
 };
+#[cfg(feature = "rbd")]
+pub use self::rbd::RbdSpec;
 use self::registry::Registry;
 pub use self::restored::{RESTORED, RestoredSpec, Said, StandsOn, kept, restored};
 pub use self::snapshot::{
@@ -69,8 +73,10 @@ use crate::tls::TlsClients;
 /// How a kind takes its keys.
 type Take = fn(&Keys) -> Result<KindSpec, SpecError>;
 
+/// How many there are.
+const COUNT: usize = 9 + cfg!(feature = "rbd") as usize;
 /// Every kind that can be asked for.
-const ALL: [(&str, Take); 9] = [
+const ALL: [(&str, Take); COUNT] = [
     (ram::NAME, |keys| Ok(KindSpec::Ram(Box::new(RamSpec::take(keys)?)))),
     (fork::NAME, |keys| Ok(KindSpec::Fork(ForkSpec::take(keys)?))),
     (snapshot::NAME, |keys| Ok(KindSpec::Snapshot(Box::new(SnapshotSpec::take(keys)?)))),
@@ -80,6 +86,8 @@ const ALL: [(&str, Take); 9] = [
     (qcow2::NAME, |keys| Ok(KindSpec::Qcow2(Box::new(Qcow2Spec::take(keys)?)))),
     (image::NAME, |keys| Ok(KindSpec::Image(Box::new(ImageSpec::take(keys)?)))),
     (nbd::NAME, |keys| Ok(KindSpec::Nbd(Box::new(NbdSpec::take(keys)?)))),
+    #[cfg(feature = "rbd")]
+    (rbd::NAME, |keys| Ok(KindSpec::Rbd(Box::new(RbdSpec::take(keys)?)))),
 ];
 /// Their names.
 const KINDS: [&str; ALL.len()] = {
@@ -135,6 +143,9 @@ pub enum KindSpec {
     Image(Box<ImageSpec>),
     /// An export of an NBD server.
     Nbd(Box<NbdSpec>),
+    /// An image in Ceph's RBD.
+    #[cfg(feature = "rbd")]
+    Rbd(Box<RbdSpec>),
     /// From a saved file.
     Restored(RestoredSpec),
 }
@@ -153,6 +164,8 @@ impl Deref for KindSpec {
             Self::Qcow2(spec) => &**spec,
             Self::Image(spec) => &**spec,
             Self::Nbd(spec) => &**spec,
+            #[cfg(feature = "rbd")]
+            Self::Rbd(spec) => &**spec,
             Self::Restored(spec) => spec,
         }
     }

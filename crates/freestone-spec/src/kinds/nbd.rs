@@ -99,11 +99,7 @@ fn parse_connections(text: &str) -> Result<usize, String> {
 }
 
 fn parse_timeout(text: &str) -> Result<Duration, String> {
-    let time = times::parse(text)?;
-    if (MIN_TIMEOUT..=MAX_TIMEOUT).contains(&time) {
-        return Ok(time);
-    }
-    Err(format!("must be {} to {}", times::exact(MIN_TIMEOUT), times::exact(MAX_TIMEOUT)))
+    times::within(text, (MIN_TIMEOUT, MAX_TIMEOUT))
 }
 
 impl Asked for NbdSpec {

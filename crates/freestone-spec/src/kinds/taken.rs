@@ -56,7 +56,7 @@ impl<'a> Takes<'a> {
             return refuse(Errno::EINVAL, &why);
         }
         let (Some(device), Some(_)) = (entry.device(), &entry.cow_origin) else {
-            let why = format!("{what} need a ram, null, fork, file or nbd device that can be written");
+            let why = format!("{what} need a ram, null, fork, file, nbd or rbd device that can be written");
             return refuse(Errno::EINVAL, &why);
         };
         if device.geometry().padding > 0 {

@@ -8,7 +8,7 @@
 //! zones         write pointers                     zoned=1
 //! bad blocks                                       null
 //! power         unflushed writes apart, the log    power_cut, power_cut_unit, cache_size, record
-//! data          null, memory, ram, fork, file, nbd
+//! data          null, memory, ram, fork, file, nbd, rbd
 //! ```
 
 mod bad_blocks;

@@ -203,7 +203,7 @@ fn devices_come_and_go() {
     let hint = serve.refused(2, &["create", "x=rma,disksize=64M"]);
     assert_eq!(
         hint,
-        "x: unknown kind \"rma\"; ram?; the kinds are ram, fork, snapshot, template, null, file, qcow2, image, nbd"
+        "x: unknown kind \"rma\"; ram?; the kinds are ram, fork, snapshot, template, null, file, qcow2, image, nbd, rbd"
     );
     assert!(serve.refused(1, &["create", "x=file,path=missing.img"]).starts_with("x: "));
     let large = "x: disksize=300T: too large; a ram device has at most 256T";

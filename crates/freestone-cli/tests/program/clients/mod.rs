@@ -22,6 +22,8 @@ mod nbd_backing;
 mod older;
 mod qemu_img;
 mod qemu_io;
+#[cfg(feature = "rbd")]
+mod rbd;
 mod saved;
 mod snapshots;
 mod tls;

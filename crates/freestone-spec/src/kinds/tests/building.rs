@@ -101,11 +101,11 @@ fn bases_that_cannot_be_are_told_apart() {
         ),
         (
             "x=snapshot,origin=disk,cow=ro,store=N",
-            "x: cow=ro: copies need a ram, null, fork, file or nbd device that can be written",
+            "x: cow=ro: copies need a ram, null, fork, file, nbd or rbd device that can be written",
         ),
         (
             "x=snapshot,origin=disk,cow=w,store=N",
-            "x: cow=w: copies need a ram, null, fork, file or nbd device that can be written",
+            "x: cow=w: copies need a ram, null, fork, file, nbd or rbd device that can be written",
         ),
         (
             "x=snapshot,origin=disk,cow=z,store=N",

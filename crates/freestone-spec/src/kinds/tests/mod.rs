@@ -2,13 +2,15 @@
 
 mod building;
 mod drives;
+#[cfg(feature = "rbd")]
+mod rbd;
 mod taken;
 
 use freestone::codec::Algorithm;
 use freestone::cow::StoreKind;
 use freestone::file::Direct;
 
-use super::{CowPlace, FileSpec, KindSpec, Spec};
+use super::{CowPlace, FileSpec, KINDS, KindSpec, Spec};
 use crate::family::{BackingPlace, FamilySpec};
 
 fn ram(keys: &str) -> FamilySpec {
@@ -155,8 +157,8 @@ fn refusals_name_device_key_and_what_is_allowed() {
             "=ram,disksize=1G",
             "\"\": a device name is 1 to 255 bytes of printable characters without '=', ',' or blanks, and '/' only between others".into(),
         ),
-        ("r=rma,disksize=1G", "r: unknown kind \"rma\"; ram?; the kinds are ram, fork, snapshot, template, null, file, qcow2, image, nbd".into()),
-        ("r=", "r: unknown kind \"\"; the kinds are ram, fork, snapshot, template, null, file, qcow2, image, nbd".into()),
+        ("r=rma,disksize=1G", format!("r: unknown kind \"rma\"; ram?; the kinds are {}", KINDS.join(", "))),
+        ("r=", format!("r: unknown kind \"\"; the kinds are {}", KINDS.join(", "))),
         ("r=ram,disksiez=1G", format!("r: unknown key \"disksiez\"; disksize?; {ram}")),
         ("r=ram,size=1G", format!("r: unknown key \"size\"; disksize?; {ram}")),
         ("r=ram,colour=blue", format!("r: unknown key \"colour\"; {ram}")),

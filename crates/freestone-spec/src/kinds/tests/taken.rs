@@ -22,7 +22,7 @@ fn a_device_that_cannot_take_pages_says_why() {
     add(&registry, "s=snapshot,origin=o");
     add(&registry, "template=template,base=s");
     add(&registry, "small=null,size=2K,memory_backed=1,blocksize=512");
-    let need = "pages need a ram, null, fork, file or nbd device that can be written";
+    let need = "pages need a ram, null, fork, file, nbd or rbd device that can be written";
     for (name, why) in [
         // It is not there before it is there.
         ("r", "there is no such device (yet)"),

@@ -1,0 +1,171 @@
+//! Images in RBD, with the library that stands for Ceph's: its pool is a directory. (The lab has a Ceph.)
+
+use std::fs;
+use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use freestone_testkit::librbd;
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+use super::nbd::{eventually, get};
+use super::tools::{MIB, fails, noise, ok, qemu_io, tool, uri};
+use crate::harness::{Serve, freestone, sentence};
+
+/// A cluster with one image, `rbd/vm`.
+struct Cluster(TempDir);
+
+impl Cluster {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        librbd::build(dir.path(), false);
+        fs::write(dir.path().join("ceph.conf"), format!("root = {}\n", dir.path().display())).unwrap();
+        let cluster = Self(dir);
+        fs::File::create(cluster.file("rbd.vm")).unwrap().set_len(16 * MIB).unwrap();
+        cluster
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn device(&self, name: &str, more: &str) -> String {
+        format!("{name}=rbd,image=rbd/vm,conf={}{more}", self.file("ceph.conf").display())
+    }
+
+    /// What its library does from now on.
+    fn control(&self, lines: &str) {
+        fs::write(self.file("control.new"), lines).unwrap();
+        fs::rename(self.file("control.new"), self.file("control")).unwrap();
+    }
+
+    fn serve(&self, dir: TempDir, args: &[String]) -> Serve {
+        let mut command = freestone(dir.path());
+        command.env("LD_LIBRARY_PATH", self.0.path());
+        command.arg("serve").args(args).args(["--nbd", "unix:nbd", "--control", "control"]);
+        Serve::ready(dir, command)
+    }
+}
+
+fn put(serve: &Serve, name: &str, data: &[u8]) {
+    let file = serve.path("put");
+    fs::write(&file, data).unwrap();
+    ok(tool("nbdcopy").arg("--flush").arg(&file).arg(uri(serve, name)));
+}
+
+#[track_caller]
+fn holds(serve: &Serve, name: &str, data: &[u8]) {
+    let file = serve.path("got");
+    ok(tool("nbdcopy").arg(uri(serve, name)).arg(&file));
+    assert!(fs::read(&file).unwrap()[..data.len()] == *data, "{name} holds something else");
+}
+
+#[test]
+fn an_image_is_written_and_is_there_after_a_crash_and_a_restart() {
+    let cluster = Cluster::new();
+    let data = noise(1, 4 * MIB);
+    let state = ["--state".to_owned(), "state".to_owned()];
+    let server = cluster.serve(tempfile::tempdir().unwrap(), &state);
+    server.text(&["create", &cluster.device("d", "")]);
+    server.text(&["publish", "d", "--nbd", "unix:nbd"]);
+    put(&server, "d", &data);
+    assert_eq!(get(&server, "d", "image"), "rbd/vm");
+    assert!(fs::read(cluster.file("rbd.vm")).unwrap()[..data.len()] == data[..]);
+    server.signal(Signal::KILL);
+
+    // It is found as the state says, and so is its snapshot.
+    let server = cluster.serve(server.wait().1, &state);
+    holds(&server, "d", &data);
+    server.text(&["snapshot", "d", "before", "cow=./before.cow", "cow_size=32M"]);
+    server.text(&["publish", "before", "--nbd", "unix:nbd"]);
+    qemu_io(&uri(&server, "d"), &["write -P 9 0 1M", "flush"]);
+    holds(&server, "before", &data);
+    server.signal(Signal::TERM);
+    let (code, dir) = server.wait();
+    assert_eq!(code, Some(0));
+
+    let server = cluster.serve(dir, &state);
+    holds(&server, "before", &data);
+    qemu_io(&uri(&server, "d"), &["read -P 9 0 1M"]);
+    server.text(&["remove", "before"]);
+    server.text(&["remove", "d"]);
+    let log = fs::read_to_string(cluster.file("log")).unwrap();
+    assert_eq!(log.lines().last(), Some("shutdown"), "the image is not closed");
+}
+
+#[test]
+fn forks_of_an_image_and_of_its_snapshot_do_not_write_it() {
+    let cluster = Cluster::new();
+    let data = noise(2, 2 * MIB);
+    for name in ["rbd.vm", "rbd.vm@monday"] {
+        let file = fs::File::create(cluster.file(name)).unwrap();
+        file.write_all_at(&data, 0).unwrap();
+        file.set_len(8 * MIB).unwrap();
+    }
+    let devices = [cluster.device("d", ",readonly=yes"), cluster.device("m", ",snap=monday,mem_limit=64M")];
+    let server = cluster.serve(tempfile::tempdir().unwrap(), &devices);
+    for base in ["d", "m"] {
+        let fork = format!("{base}-fork");
+        server.text(&["fork", base, &fork, "--nbd", "unix:nbd"]);
+        holds(&server, &fork, &data);
+        qemu_io(&uri(&server, &fork), &["write -P 3 0 1M", "flush", "read -P 3 0 1M"]);
+        holds(&server, base, &data);
+    }
+    assert_eq!(get(&server, "m", "snap"), "monday");
+    fails(tool("qemu-io").args(["-f", "raw", "-c", "write 0 4k"]).arg(uri(&server, "d")));
+    for name in ["rbd.vm", "rbd.vm@monday"] {
+        assert!(fs::read(cluster.file(name)).unwrap()[..data.len()] == data[..]);
+    }
+}
+
+#[test]
+fn a_cluster_that_does_not_answer_is_waited_for_and_no_longer_than_was_said() {
+    let cluster = Cluster::new();
+    let server = cluster.serve(tempfile::tempdir().unwrap(), &[cluster.device("d", ",timeout=1s")]);
+    cluster.control("hang write\n");
+    let said = fails(tool("qemu-io").args(["-f", "raw", "-c", "write 0 4k"]).arg(uri(&server, "d")));
+    assert!(said.contains("Input/output error"), "{said}");
+    assert_eq!(
+        get(&server, "d", "last_error"),
+        "a write of 4096 bytes at 0: the cluster did not answer in time"
+    );
+    // Others are answered, and a device that cannot be made is told from one that is not there.
+    qemu_io(&uri(&server, "d"), &["read 0 4k"]);
+    cluster.control("hang write\nhang open\n");
+    let why = server.refused(1, &["create", &cluster.device("late", ",timeout=1s")]);
+    assert_eq!(why, "late: rbd/vm: the cluster did not answer within 3s");
+    cluster.control("hang write\n");
+    let none = cluster.device("none", "").replace("rbd/vm", "rbd/none");
+    assert_eq!(server.refused(1, &["create", &none]), "none: rbd/none: there is no such image");
+    // Neither the end of the device nor that of the server waits for the write.
+    let began = Instant::now();
+    server.text(&["remove", "d"]);
+    server.signal(Signal::TERM);
+    assert_eq!(server.wait().0, Some(0));
+    assert!(began.elapsed() < Duration::from_secs(30));
+}
+
+#[test]
+fn an_image_grows_under_its_clients() {
+    let cluster = Cluster::new();
+    let server = cluster.serve(tempfile::tempdir().unwrap(), &[cluster.device("d", "")]);
+    fs::File::options().write(true).open(cluster.file("rbd.vm")).unwrap().set_len(32 * MIB).unwrap();
+    eventually("it is larger", || get(&server, "d", "size") == 32 * MIB);
+    qemu_io(&uri(&server, "d"), &["write -P 5 31M 1M", "read -P 5 31M 1M"]);
+}
+
+#[test]
+fn a_machine_without_the_library_is_told_which_package_has_it() {
+    let cluster = Cluster::new();
+    // One that is found first, and is none.
+    let libraries = tempfile::tempdir().unwrap();
+    fs::write(libraries.path().join("librados.so.2"), "none").unwrap();
+    let mut command = freestone(cluster.0.path());
+    command.env("LD_LIBRARY_PATH", libraries.path()).args(["serve", &cluster.device("d", "")]);
+    let output = command.args(["--nbd", "unix:nbd", "--control", "control"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let why = sentence(&String::from_utf8(output.stderr).unwrap());
+    let begin = "d: librados.so.2 cannot be loaded; Debian's package librbd1 has it (";
+    assert!(why.starts_with(begin), "{why}");
+}

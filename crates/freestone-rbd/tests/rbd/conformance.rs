@@ -1,0 +1,78 @@
+//! The device contract: alone, deferred, read-only, as what takes the pages of a RAM disk.
+
+use std::sync::Arc;
+
+use freestone_core::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Result, Tried};
+use freestone_ram::ram::{self, Ram};
+use freestone_rbd::{Config, Rbd};
+use freestone_testkit::conformance::{self, Options};
+use freestone_testkit::{Deferred, Policy};
+
+use crate::harness::Cluster;
+
+const SIZE: u64 = 8 << 20;
+
+/// A device with the cluster that it lies in.
+struct Whole {
+    device: Rbd,
+    _cluster: Cluster,
+}
+
+impl Whole {
+    fn make(size: u64, change: impl FnOnce(&mut Config)) -> Arc<dyn Device> {
+        let cluster = Cluster::new(size);
+        let mut config = cluster.config();
+        change(&mut config);
+        Arc::new(Self { device: Rbd::open(&config).unwrap(), _cluster: cluster })
+    }
+}
+
+impl Device for Whole {
+    fn geometry(&self) -> Geometry {
+        self.device.geometry()
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        self.device.try_io(request, buffer)
+    }
+
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        self.device.submit(request, buffer, done);
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        self.device.extents(offset, len, row)
+    }
+}
+
+fn options(seed: u64) -> Options {
+    Options { seed, rounds: 60, window: 1 << 20, max_io: 512 << 10, thread_rounds: 60, ..Options::default() }
+}
+
+#[test]
+fn alone() {
+    conformance::check("rbd", &|| Whole::make(SIZE, |_| {}), options(1));
+}
+
+#[test]
+fn behind_a_device_that_defers() {
+    let make = || -> Arc<dyn Device> {
+        Arc::new(Deferred::new(Whole::make(SIZE, |_| {}), Policy::Sometimes(30), 5))
+    };
+    conformance::check("deferred", &make, options(2));
+}
+
+#[test]
+fn read_only() {
+    conformance::check("read-only", &|| Whole::make(SIZE, |config| config.read_only = true), options(3));
+}
+
+/// Pages are spilled to an image all the time.
+#[test]
+fn as_the_backing_device_of_a_ram_disk() {
+    let make = || -> Arc<dyn Device> {
+        let config = ram::Config { disksize: SIZE, mem_limit: 1 << 20, ..ram::Config::default() };
+        Arc::new(Ram::new(config.backed_by(Whole::make(64 << 20, |_| {}), true)).unwrap())
+    };
+    conformance::check("spilled", &make, options(4));
+}

@@ -1,0 +1,92 @@
+//! What cannot be opened, and what is said of it.
+
+use std::time::Duration;
+
+use freestone_rbd::{Config, Rbd};
+
+use crate::harness::{BUILT, Cluster};
+
+const SIZE: u64 = 1 << 20;
+
+fn refused(config: &Config) -> String {
+    Rbd::open(config).unwrap_err().to_string()
+}
+
+#[test]
+fn a_machine_without_the_library_is_told_which_package_has_it() {
+    let cluster = Cluster::new(SIZE);
+    let empty = tempfile::tempdir().unwrap();
+    let why = refused(&Config { libraries: Some(empty.path().into()), ..cluster.config() });
+    assert!(
+        why.contains("librados.so.2 cannot be loaded; Debian's package librbd1 has it (")
+            && !why.contains('\n'),
+        "{why}"
+    );
+}
+
+#[test]
+fn a_library_that_is_too_old_is_named_with_what_it_lacks() {
+    let cluster = Cluster::new(SIZE);
+    let why = refused(&Config { libraries: Some(BUILT.old.clone()), ..cluster.config() });
+    assert!(why.contains("librbd.so.1 has no rbd_aio_write_zeroes; version 16"), "{why}");
+}
+
+#[test]
+fn what_is_not_there_is_named() {
+    let cluster = Cluster::new(SIZE);
+    let config = cluster.config();
+    let image = |text: &str| Config { image: text.parse().unwrap(), ..config.clone() };
+    assert_eq!(refused(&image("rbd/other")), "rbd/other: there is no such image");
+    assert_eq!(refused(&image("none/vm")), "pool none: there is no such pool");
+    assert_eq!(refused(&image("rbd/tenant/vm")), "rbd/tenant/vm: there is no such image");
+    let snap = Config { snap: Some("monday".into()), ..config.clone() };
+    assert_eq!(refused(&snap), "rbd/vm@monday: there is no such image, or no such snapshot of it");
+    let conf = Config { conf: Some("/none/ceph.conf".into()), ..config.clone() };
+    assert_eq!(refused(&conf), "conf=/none/ceph.conf: there is no such file");
+    cluster.image("rbd.empty", 0);
+    assert_eq!(refused(&image("rbd/empty")), "rbd/empty: it is empty (0 bytes)");
+    for (errno, why) in [
+        (13, "the cluster refuses this user or its key, or the keyring was not found"),
+        (2, "the keyring of the user, or the list of monitors, was not found"),
+        (110, "no monitor answered in time"),
+    ] {
+        cluster.control(&format!("fail connect {errno}\n"));
+        assert_eq!(refused(&config), format!("cannot connect to the cluster: {why}"));
+    }
+}
+
+/// An image can have a configuration of its own, which counts more than what the library is told.
+#[test]
+fn an_image_that_turns_the_cache_on_is_refused_where_it_is_written() {
+    let cluster = Cluster::new(SIZE);
+    cluster.control("fail rbd_cache 1\n");
+    let why = refused(&cluster.config());
+    assert!(
+        why.starts_with("rbd/vm: the configuration of the image or of its pool turns rbd_cache on"),
+        "{why}"
+    );
+    drop(Rbd::open(&Config { read_only: true, ..cluster.config() }).unwrap());
+    cluster.control("");
+    drop(cluster.open());
+}
+
+#[test]
+fn an_image_of_a_namespace() {
+    let cluster = Cluster::new(SIZE);
+    cluster.image("rbd.tenant.vm", 2 * SIZE);
+    let config = Config { image: "rbd/tenant/vm".parse().unwrap(), ..cluster.config() };
+    let device = Rbd::open(&config).unwrap();
+    assert_eq!(freestone_core::device::Device::geometry(&device).size, 2 * SIZE);
+}
+
+#[test]
+fn the_library_is_told_how_long_it_may_take() {
+    let cluster = Cluster::new(SIZE);
+    let config = Config { timeout: Duration::from_millis(2500), ..cluster.config() };
+    drop(Rbd::open(&config).unwrap());
+    let log = cluster.log();
+    assert!(log.contains(&"set rbd_cache false".to_owned()), "{log:?}");
+    for name in ["client_mount_timeout", "rados_mon_op_timeout", "rados_osd_op_timeout"] {
+        assert!(log.contains(&format!("set {name} 3")), "{log:?}");
+    }
+}

@@ -1,0 +1,180 @@
+//! Images in Ceph's RBD, by librbd.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use freestone::device::Device;
+use freestone_rbd::{Config, DEFAULT_TIMEOUT, ImageName, MAX_TIMEOUT, MIN_TIMEOUT, Rbd, SetupError};
+use serde_json::{Value, json};
+
+use super::names::IS_READ_ONLY;
+use super::registry::Registry;
+use super::{Asked, Built, Entry, Made, Spec, is_live};
+use crate::entries::SpecError;
+use crate::family::{self, FamilySpec};
+use crate::keys::{Keys, joined, parse_bool, parse_length, parse_path};
+use crate::layers::FAULT_KEYS;
+use crate::refusal::{Errno, Refusal};
+use crate::size::exact;
+use crate::times;
+
+pub(super) const NAME: &str = "rbd";
+const OWN_KEYS: [&str; 12] =
+    joined(&["image", "conf", "id", "snap", "timeout", "readonly", "size"], &FAULT_KEYS, &[]);
+const KEYS: [&str; 28] = joined(&OWN_KEYS, &family::KEYS, &["publish", "tls_clients"]);
+
+/// An image as it was asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RbdSpec {
+    /// Which one.
+    pub image: ImageName,
+    /// Ceph's configuration; none: where Ceph looks for it.
+    pub conf: Option<PathBuf>,
+    /// The user; none: as the configuration says.
+    pub id: Option<String>,
+    /// A snapshot of the image.
+    pub snap: Option<String>,
+    /// How long requests wait for the cluster.
+    pub timeout: Duration,
+    /// Only reads are served.
+    pub readonly: bool,
+    /// Bytes that it must have, where that was said.
+    pub size: Option<u64>,
+    /// What its forks share.
+    pub family: FamilySpec,
+}
+
+impl RbdSpec {
+    pub(super) fn take(keys: &Keys) -> Result<Self, SpecError> {
+        keys.allow(&KEYS)?;
+        let image = keys.need(NAME, "image", "image=rbd/vm", |text| {
+            text.parse().map_err(|why: &'static str| why.to_owned())
+        })?;
+        let snap = keys.take("snap", parse_word)?;
+        let readonly = keys.take("readonly", parse_bool)?.unwrap_or(snap.is_some());
+        if snap.is_some() && !readonly {
+            return Err(keys.refuse("readonly", "a snapshot of an image is only read"));
+        }
+        if let (false, Some(key)) = (readonly, family::KEYS.iter().find(|k| keys.typed(k).is_some())) {
+            return Err(keys.refuse(key, "only with readonly=yes or snap; it is for the forks of the image"));
+        }
+        Ok(Self {
+            image,
+            conf: keys.take("conf", parse_path)?,
+            id: keys.take("id", parse_word)?,
+            snap,
+            timeout: keys.take("timeout", parse_timeout)?.unwrap_or(DEFAULT_TIMEOUT),
+            readonly,
+            size: keys.take("size", parse_length)?,
+            family: FamilySpec::take(keys)?,
+        })
+    }
+}
+
+fn parse_word(text: &str) -> Result<String, String> {
+    if text.is_empty() || text.contains('\0') { Err("must be a name".into()) } else { Ok(text.to_owned()) }
+}
+
+fn parse_timeout(text: &str) -> Result<Duration, String> {
+    times::within(text, (MIN_TIMEOUT, MAX_TIMEOUT))
+}
+
+impl Asked for RbdSpec {
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+        let backing = registry.backing(&self.family)?;
+        let config = Config {
+            name: spec.name.clone(),
+            conf: self.conf.clone(),
+            user: self.id.clone(),
+            snap: self.snap.clone(),
+            timeout: self.timeout,
+            read_only: self.readonly,
+            ..Config::new(self.image.clone())
+        };
+        let device = Arc::new(Rbd::open(&config).map_err(|error| of_setup(&error))?);
+        let geometry = device.geometry();
+        let size = geometry.size - u64::from(geometry.padding);
+        if let Some(asked) = self.size.filter(|asked| *asked != size) {
+            let (asked, size) = (exact(asked), exact(size));
+            let why = format!("size={asked}: the image has {size}; leave size out to take it as it is");
+            return Err(Refusal::failed(Errno::EIO, why));
+        }
+        Ok(Built { backing, ..Built::alone(Image(Arc::clone(&device)), device) })
+    }
+
+    fn family(&self) -> Option<&FamilySpec> {
+        Some(&self.family)
+    }
+
+    fn size(&self) -> Option<u64> {
+        self.size
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.readonly
+    }
+}
+
+fn of_setup(error: &SetupError) -> Refusal {
+    let errno = match error {
+        SetupError::Thread(_) => Errno::ENOMEM,
+        SetupError::NoLibrary { .. }
+        | SetupError::OldLibrary { .. }
+        | SetupError::Conf { .. }
+        | SetupError::Setting { .. } => Errno::EINVAL,
+        SetupError::Connect { .. }
+        | SetupError::Pool { .. }
+        | SetupError::Image { .. }
+        | SetupError::Unfit { .. }
+        | SetupError::Silent { .. } => Errno::EIO,
+    };
+    Refusal::failed(errno, error)
+}
+
+/// An image that is open.
+struct Image(Arc<Rbd>);
+
+impl Image {
+    fn is_read_only(&self) -> bool {
+        self.0.geometry().read_only
+    }
+}
+
+impl Made for Image {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn check_origin(&self) -> Result<(), &'static str> {
+        if self.is_read_only() { Err(IS_READ_ONLY) } else { Ok(()) }
+    }
+
+    fn check_base(&self, base: &Entry) -> Result<(), String> {
+        if base.is_read_only() { Ok(()) } else { Err(is_live(base)) }
+    }
+
+    fn is_outer_base(&self, read_only: bool) -> bool {
+        read_only
+    }
+
+    fn attrs(&self) -> &'static [&'static str] {
+        if self.is_read_only() { &BASE_NAMES } else { &NAMES }
+    }
+
+    fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
+        Some(match attr {
+            "image" => json!(self.0.image().to_string()),
+            "snap" => json!(self.0.snap()),
+            "last_error" => json!(self.0.last_error()),
+            "readonly" => json!(entry.is_read_only()),
+            "size" => json!(entry.size()),
+            _ => return entry.family_value(attr),
+        })
+    }
+}
+
+/// Its attributes.
+const NAMES: [&str; 5] = ["image", "snap", "last_error", "readonly", "size"];
+/// Of one that is only read: also those of the forks' family.
+const BASE_NAMES: [&str; 11] = joined(&NAMES, &family::NAMES, &[]);
