@@ -9,6 +9,7 @@
 
 mod bare;
 mod callgrind;
+mod clients;
 mod codec;
 mod compare;
 pub mod data;
@@ -89,6 +90,12 @@ enum Bench {
     /// What lasts over restarts: the cost of a state, starts with many forks, how fast kept content
     /// is there again, what increments and saves cost.
     Restarts(restarts::Args),
+    /// Clients of one server: what a connect costs it, what others notice of many connects and of clients
+    /// that do not read.
+    Clients(clients::Args),
+    /// What another process does while `clients` measures.
+    #[command(hide = true)]
+    ClientsLoop(clients::Loop),
     /// Images in object storage: what their pages cost once they are cached, a boot and a fleet's start
     /// from a store over a line, pushes.
     Images(images::Args),
@@ -141,6 +148,11 @@ impl Bench {
             Self::Compare(args) => compare::run(args, options)?,
             Self::Zones(args) => zones::run(args, options)?,
             Self::Restarts(args) => restarts::run(args, options)?,
+            Self::Clients(args) => clients::run(args, options)?,
+            Self::ClientsLoop(what) => {
+                what.run()?;
+                return Ok(None);
+            }
             Self::Images(args) => images::run(args, options)?,
             Self::Instructions(args) => callgrind::run(args)?,
             Self::InstructionsLoop { what, backed, fork } => {

@@ -60,6 +60,16 @@ impl Client {
         Ok(self.stream.read_exact(into)?)
     }
 
+    /// Asks for a read, and does not wait for it.
+    pub fn ask(&mut self, offset: u64, len: usize) -> Result<()> {
+        self.send(CMD_READ, offset, len, &[])
+    }
+
+    /// Takes so many bytes of what the server sends, and does not look at them.
+    pub fn take(&mut self, len: usize) -> Result<()> {
+        Ok(self.stream.read_exact(&mut vec![0; len])?)
+    }
+
     pub fn write(&mut self, offset: u64, data: &[u8]) -> Result<()> {
         self.send(CMD_WRITE, offset, data.len(), data)?;
         self.reply()

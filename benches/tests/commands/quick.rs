@@ -253,6 +253,35 @@ fn restarts_runs_every_part() {
 }
 
 #[test]
+fn clients_are_measured_beside_each_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = program();
+    command.args(["clients", "--quick"]);
+    let freestone = Path::new(command.get_program()).with_file_name("freestone");
+    if freestone.exists() {
+        command.arg("--freestone").arg(freestone);
+    }
+    let data = dir.path().join("data");
+    let reports = reported(command.arg("--data-dir").arg(&data), &dir.path().join("clients.json"));
+    assert_eq!(names(&reports), ["clients: connects", "clients: a storm of connects", "clients: stalled"]);
+    let median = |report: &Value, what: &str| row(report, what)["median"].as_f64().unwrap();
+    assert!(median(&reports[0], "CPU a connect") > 0.0);
+    for side in ["alone", "beside connects", "beside busy CPUs"] {
+        assert!(median(&reports[1], &format!("99th percentile, {side}")) > 0.0, "{side}");
+    }
+    assert!(median(&reports[1], "connects a second") > 0.0);
+    for load in ["4 KiB reads", "128 KiB reads"] {
+        for others in ["a slow reader", "one that never reads", "64 that never read"] {
+            // All of them are answered, whatever the others hold of the server's memory.
+            let kept = row(&reports[2], &format!("{load} beside {others} / beside nobody"));
+            assert!(kept["median"].as_f64().unwrap() > 0.0, "{kept}");
+        }
+    }
+    let left: Vec<_> = std::fs::read_dir(data).unwrap().map(|e| e.unwrap().path()).collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
 fn images_are_read_from_memory_and_disk_and_pushed() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let mut command = program();

@@ -1,0 +1,129 @@
+//! What clients notice of others that ask for much and do not take it, or take it slowly.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use freestone_report::{Report, Row, Summary, Target, Unit};
+
+use super::Bench;
+use crate::nbd_client::Client;
+
+const ROUNDS: u32 = 15;
+const ROUNDS_QUICK: u32 = 2;
+const SLICE_MS: u32 = 300;
+const SLICE_QUICK_MS: u32 = 30;
+/// Until what the others asked for is as far as it comes.
+const SETTLE: Duration = Duration::from_millis(200);
+/// What others ask for at once: more than a connection may hold.
+const ASKED: usize = 16;
+const ASKED_BYTES: usize = 8 << 20;
+/// A slow reader takes so much, and then rests.
+const SIP_BYTES: usize = 4096;
+const REST: Duration = Duration::from_millis(5);
+/// What clients have to keep.
+const KEPT_MIN: f64 = 0.9;
+/// Clients that are measured, each with one request at a time.
+const CLIENTS: usize = 2;
+const BLOCKS: [usize; 2] = [4 << 10, 128 << 10];
+const DEVICE: &str = "r=ram,disksize=256M";
+
+/// Who is there beside.
+const SIDES: [(&str, usize, bool); 4] = [
+    ("nobody", 0, false),
+    ("a slow reader", 1, true),
+    ("one that never reads", 1, false),
+    ("64 that never read", 64, false),
+];
+
+pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
+    let rounds = bench.options.rounds(ROUNDS, ROUNDS_QUICK);
+    let usual = if bench.options.quick { SLICE_QUICK_MS } else { SLICE_MS };
+    let slice = Duration::from_millis(bench.options.slice_ms.unwrap_or(usual).into());
+    let served = bench.serve(DEVICE)?;
+    let mut rows = Vec::new();
+    for block_bytes in BLOCKS {
+        let mut speeds = SIDES.map(|_| Vec::new());
+        for round in 0..rounds as usize {
+            for turn in 0..SIDES.len() {
+                let side = (turn + round) % SIDES.len();
+                let (_, others, is_slow) = SIDES[side];
+                let speed = beside(&served.socket(), others, is_slow, || {
+                    thread::sleep(SETTLE);
+                    speed(&served.socket(), block_bytes, slice)
+                })?;
+                speeds[side].push(speed / 1e3);
+            }
+        }
+        let load = format!("{} KiB reads", block_bytes >> 10);
+        for ((name, ..), speed) in SIDES.iter().zip(&speeds) {
+            rows.push(Row::new(
+                format!("{load} beside {name}"),
+                Unit::Kiops,
+                Summary::of(speed.iter().copied()),
+            ));
+        }
+        for ((name, ..), speed) in SIDES.iter().zip(&speeds).skip(1) {
+            let row = Row::over(format!("{load} beside {name} / beside nobody"), speed, &speeds[0]);
+            rows.push(row.target(Target::AtLeast(KEPT_MIN)));
+        }
+    }
+    Ok(Report::new("clients: stalled", "", 0, "")
+        .note(format!(
+            "{CLIENTS} clients of a RAM disk over a Unix socket, each with one read at a time, while others have asked for {ASKED} reads of {} MiB \
+             each, of which they take nothing, or {SIP_BYTES} bytes each {} ms. {rounds} slices of each, in turns.",
+            ASKED_BYTES >> 20,
+            REST.as_millis()
+        ))
+        .rows(rows))
+}
+
+/// Does it while the others are there.
+fn beside<T>(socket: &Path, others: usize, is_slow: bool, what: impl FnOnce() -> Result<T>) -> Result<T> {
+    let mut clients: Vec<Client> = (0..others).map(|_| Client::connect(socket)).collect::<Result<_>>()?;
+    for client in &mut clients {
+        for number in 0..ASKED {
+            client.ask(number as u64 * ASKED_BYTES as u64, ASKED_BYTES)?;
+        }
+    }
+    let ends = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for client in clients.iter_mut().filter(|_| is_slow) {
+            scope.spawn(|| {
+                // Relaxed: a flag alone. A read that fails ends the slow one, not the measurement.
+                while !ends.load(Ordering::Relaxed) && client.take(SIP_BYTES).is_ok() {
+                    thread::sleep(REST);
+                }
+            });
+        }
+        let done = what();
+        // Relaxed: as where it is read.
+        ends.store(true, Ordering::Relaxed);
+        done
+    })
+}
+
+/// Requests a second of all clients.
+fn speed(socket: &Path, block_bytes: usize, slice: Duration) -> Result<f64> {
+    let clients: Vec<Client> = (0..CLIENTS).map(|_| Client::connect(socket)).collect::<Result<_>>()?;
+    thread::scope(|scope| {
+        let threads: Vec<_> = (clients.into_iter())
+            .map(|mut client| {
+                scope.spawn(move || -> Result<f64> {
+                    let (mut block, mut done) = (vec![0; block_bytes], 0_u32);
+                    let begun = Instant::now();
+                    while begun.elapsed() < slice || done == 0 {
+                        client.read(u64::from(done % 100) * block_bytes as u64, &mut block)?;
+                        done += 1;
+                    }
+                    let speed = f64::from(done) / begun.elapsed().as_secs_f64();
+                    client.end()?;
+                    Ok(speed)
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| anyhow::bail!("it panicked"))).sum()
+    })
+}
