@@ -1,15 +1,19 @@
-//! How connections come: the accepting thread, and a thread for each connection.
+//! How connections come: the accepting thread, and a thread for each connection, one that waits for it
+//! or a new one.
 
+use std::ffi::CString;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
 use rustix::net::getpeername;
+use rustix::thread::set_name;
 
 use crate::acceptor::describe_peer;
 use crate::address::Address;
 use crate::connection;
+use crate::link::Link;
 use crate::shared::ServerShared;
 
 /// Starts the accepting thread, which runs until the server shuts down. Called once, under
@@ -36,14 +40,30 @@ pub fn start(shared: &Arc<ServerShared>) -> io::Result<JoinHandle<()>> {
 /// A client has connected.
 fn connect(shared: &Arc<ServerShared>, listener: u64, socket: OwnedFd, peer: String) {
     let Some(link) = shared.admit(listener, socket, peer) else { return };
+    let Err(link) = shared.spares.hand(link) else { return };
     let spawned = {
         let (shared, link) = (Arc::clone(shared), Arc::clone(&link));
-        thread::Builder::new().name(format!("nbd-{}", link.id)).spawn(move || connection::run(&shared, &link))
+        thread::Builder::new().name("nbd".to_owned()).spawn(move || serve_many(&shared, link))
     };
     if let Err(error) = spawned {
         tracing::warn!(address = %link.address, %error, "no thread for a connection");
         shared.leave(&link, false);
         shared.lock().refused += 1;
+    }
+}
+
+/// A thread's connections, one after the other.
+fn serve_many(shared: &ServerShared, first: Arc<Link>) {
+    let mut next = Some(first);
+    while let Some(link) = next {
+        if let Ok(name) = CString::new(format!("nbd-{}", link.id)) {
+            // For who looks at threads; without it they are called nbd.
+            let _ = set_name(&name);
+        }
+        connection::run(shared, &link);
+        // The socket closes here, at the latest.
+        drop(link);
+        next = shared.spares.next();
     }
 }
 

@@ -39,6 +39,7 @@ mod secure;
 mod server;
 mod session;
 mod shared;
+mod spares;
 mod stats;
 mod status;
 mod stream;

@@ -365,6 +365,7 @@ impl Server {
             tables.links(tables.connections.keys())
         };
         self.shared.end(links, grace);
+        self.shared.spares.end();
     }
 }
 

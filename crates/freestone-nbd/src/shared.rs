@@ -13,6 +13,7 @@ use crate::export::{EnterError, Export};
 use crate::limits::Limits;
 use crate::link::Link;
 use crate::newcomers::Room;
+use crate::spares::Spares;
 use crate::tables::{Due, Tables};
 use crate::tls::settings::Policy;
 
@@ -36,6 +37,8 @@ pub struct ServerShared {
     pub budget: Arc<Budget>,
     /// Who does large requests beside the connections' threads.
     pub workers: Workers,
+    /// Threads without a connection.
+    pub spares: Spares,
     /// How TLS is done, where it is; set before anything is listened on.
     pub tls: OnceLock<Policy>,
     /// Lets one call at a time start to listen.
@@ -52,6 +55,7 @@ impl ServerShared {
     pub fn new(limits: Limits, workers: Workers) -> Self {
         Self {
             workers,
+            spares: Spares::default(),
             budget: Budget::new(limits.max_memory_in_flight),
             limits,
             tls: OnceLock::new(),
