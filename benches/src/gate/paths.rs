@@ -52,6 +52,8 @@ pub enum Hot {
     LayersWrite,
     NbdRead,
     NbdWrite,
+    NbdCountedRead,
+    NbdCountedWrite,
     VhostUserRead,
     VhostUserWrite,
 }
@@ -105,7 +107,12 @@ impl Hot {
             Self::LayersRead => "read of a null device, with the layers that the program puts over each",
             Self::LayersWrite => "write that is forgotten, with these layers",
             Self::NbdRead | Self::NbdWrite => "request to a null export, the server's side",
-            Self::VhostUserRead | Self::VhostUserWrite => "the same through a virtual machine's queue",
+            Self::NbdCountedRead | Self::NbdCountedWrite => {
+                "the same with the metrics that the program has of each export"
+            }
+            Self::VhostUserRead | Self::VhostUserWrite => {
+                "request to a null export, through a virtual machine's queue"
+            }
         }
     }
 
@@ -114,6 +121,8 @@ impl Hot {
         match self {
             Self::NbdRead => Some((Over::Nbd, Asked::Read)),
             Self::NbdWrite => Some((Over::Nbd, Asked::Write)),
+            Self::NbdCountedRead => Some((Over::NbdCounted, Asked::Read)),
+            Self::NbdCountedWrite => Some((Over::NbdCounted, Asked::Write)),
             Self::VhostUserRead => Some((Over::VhostUser, Asked::Read)),
             Self::VhostUserWrite => Some((Over::VhostUser, Asked::Write)),
             _ => None,
@@ -177,7 +186,12 @@ impl Loop {
             }
             Hot::LayersRead => reads(&layers()?, count),
             Hot::LayersWrite => writes(&layers()?, &compressible()?, count),
-            Hot::NbdRead | Hot::NbdWrite | Hot::VhostUserRead | Hot::VhostUserWrite => {
+            Hot::NbdRead
+            | Hot::NbdWrite
+            | Hot::NbdCountedRead
+            | Hot::NbdCountedWrite
+            | Hot::VhostUserRead
+            | Hot::VhostUserWrite => {
                 anyhow::bail!("{} is counted in a server", path.name())
             }
         }

@@ -9,6 +9,7 @@ use anyhow::{Context, Result, bail};
 use clap::ValueEnum as _;
 use freestone::PAGE_BYTES;
 use freestone::budget::{self, Budget};
+use freestone::device::{Counting, Device};
 use freestone::null::{self, Null};
 use freestone_nbd::END_GRACE;
 use freestone_vhost_user::{Export, Options};
@@ -39,6 +40,8 @@ pub enum Asked {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Over {
     Nbd,
+    /// With counters and latencies of the requests.
+    NbdCounted,
     VhostUser,
 }
 
@@ -57,8 +60,10 @@ pub fn serve(args: &ServerArgs) -> Result<()> {
     let null = Arc::new(Null::new(null::Config::plain(EXPORT_BYTES, 512))?);
     let until_told = || std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).context("standard input");
     match args.over {
-        Over::Nbd => {
-            let server = export(null, &args.socket)?;
+        Over::Nbd | Over::NbdCounted => {
+            let counted = matches!(args.over, Over::NbdCounted);
+            let device: Arc<dyn Device> = if counted { Arc::new(Counting::new(null)) } else { null };
+            let server = export(device, &args.socket)?;
             until_told()?;
             server.shutdown(END_GRACE);
         }
@@ -84,7 +89,9 @@ pub fn collected(mut command: Command, over: Over, asked: Asked, count: u64) -> 
     command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
     let mut child = command.spawn().with_context(|| callgrind::MISSING)?;
     let asking = match over {
-        Over::Nbd => connect(&mut child, || Client::connect(&socket)).and_then(|c| ask(c, asked, count)),
+        Over::Nbd | Over::NbdCounted => {
+            connect(&mut child, || Client::connect(&socket)).and_then(|c| ask(c, asked, count))
+        }
         Over::VhostUser => {
             connect(&mut child, || Virtio::connect(&socket, 1)).and_then(|c| ask_virtio(c, asked, count))
         }

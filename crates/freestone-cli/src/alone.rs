@@ -87,8 +87,9 @@ impl Alone {
 
     /// Shows this device from now on.
     pub fn replace(&self, new: &Entry) {
-        let Some(device) = new.device() else { return };
-        let (device, failures) = (Arc::clone(device), Arc::clone(&new.failures));
+        let Some(device) = new.way() else { return };
+        device.tally().set_place(&self.address());
+        let failures = Arc::clone(&new.failures);
         match self {
             Self::VhostUser(export) => export.replace(device, failures),
             Self::Ublk(export) => export.replace(device, failures),

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use freestone::device::Device;
+use freestone::device::{Counting, Device};
 use freestone::ram::NoWaiting;
 use freestone_nbd::{
     Access, Address, ExportInfo, ExportOptions, Limits, ListenError, PublishError, Server, TemplateOptions,
@@ -272,8 +272,8 @@ impl Exports {
         let failures = Arc::clone(&entry.failures);
         let clients = tls::clients_of(&entry.spec);
         let export = ExportOptions { read_only, default, without_fua, clients, description, failures };
-        match (entry.device(), &entry.spec.kind) {
-            (Some(device), _) => self.nbd.publish(at, entry.name(), Arc::clone(device), export),
+        match (way_at(entry, at), &entry.spec.kind) {
+            (Some(device), _) => self.nbd.publish(at, entry.name(), device, export),
             (None, KindSpec::Template(spec)) => {
                 let options = TemplateOptions { export, ttl: spec.ttl };
                 self.nbd.publish_template(at, entry.name(), options, template::make(&self.registry, entry))
@@ -298,12 +298,12 @@ impl Exports {
             access: self.access,
             ..vhost_user::Options::new(Arc::clone(self.nbd.budget()))
         };
-        let export = vhost_user::Export::new(path, name, device, options);
+        let export = vhost_user::Export::new(path, name, Arc::clone(&device) as _, options);
         let export = export.map_err(|error| {
             let why = format!("{name}: cannot listen at vhost-user:{error}");
             Fault::failed(Errno::EADDRNOTAVAIL, why)
         })?;
-        Ok(self.show_alone(name, Alone::VhostUser(export)))
+        Ok(self.show_alone(name, Alone::VhostUser(export), &device))
     }
 
     /// Publishes a device as a block device of this machine, with so many queues; 0: as many as it
@@ -323,21 +323,22 @@ impl Exports {
             queues,
             ..ublk::Options::new(Arc::clone(self.nbd.budget()))
         };
-        let export = ublk::Export::new(name, device, options);
+        let export = ublk::Export::new(name, Arc::clone(&device) as _, options);
         let export = export.map_err(|error| Fault::failed(errno_of(&error), format!("{name}: {error}")))?;
-        Ok(self.show_alone(name, Alone::Ublk(export)))
+        Ok(self.show_alone(name, Alone::Ublk(export), &device))
     }
 
-    /// What may be seen alone.
-    fn check_alone(&self, entry: &Arc<Entry>) -> Result<Arc<dyn Device>, Fault> {
+    /// A way into what may be seen alone.
+    fn check_alone(&self, entry: &Arc<Entry>) -> Result<Arc<Counting>, Fault> {
         self.check_publish(entry)?;
-        entry.device().cloned().ok_or_else(|| {
+        entry.way().ok_or_else(|| {
             let why = "a template is published over NBD; a fork of it by `freestone fork` is shown alone";
             Fault::failed(Errno::EOPNOTSUPP, format!("{}: {why}", entry.name()))
         })
     }
 
-    fn show_alone(&self, name: &str, export: Alone) -> Arc<Alone> {
+    fn show_alone(&self, name: &str, export: Alone, way: &Counting) -> Arc<Alone> {
+        way.tally().set_place(&export.address());
         let export = Arc::new(export);
         self.alone().entry(name.to_owned()).or_default().push(Arc::clone(&export));
         export
@@ -475,8 +476,11 @@ impl Exports {
     /// Shows a device in the place of the one of that name, wherever it is published. Who uses that
     /// goes on with it, and is best sent away before, by a [`restart`](Self::restart).
     pub fn replace(&self, new: &Entry) {
-        let Some(device) = new.device() else { return };
-        self.nbd.replace(new.name(), device, &description(new), &new.failures);
+        if new.device().is_none() {
+            return;
+        }
+        let way = |at: &Address| way_at(new, at).expect("it is a device");
+        self.nbd.replace(new.name(), &way, &description(new), &new.failures);
         for export in self.alone_of(new.name()) {
             export.replace(new);
         }
@@ -561,6 +565,13 @@ pub fn check_own(entry: &Entry) -> Result<(), Fault> {
     let why =
         format!("{}: belongs to a connection to the template {template}, and goes with it", entry.name());
     Err(Fault::failed(Errno::EBUSY, why))
+}
+
+/// A way into a device for clients at an address.
+fn way_at(entry: &Entry, at: &Address) -> Option<Arc<dyn Device>> {
+    let way = entry.way()?;
+    way.tally().set_place(&at.absolute().to_string());
+    Some(way)
 }
 
 /// What clients are told that an export is.

@@ -82,17 +82,30 @@ impl<const N: usize> Default for Counters<N> {
 }
 
 impl<const N: usize> Counters<N> {
+    /// Those of the CPU that the calling thread runs on.
+    #[inline]
+    fn own(&self) -> &[AtomicU64; N] {
+        // As `current` has it, with one comparison: there are as many cells as CPUs.
+        let cpu = cpu::current();
+        self.cells.get(cpu).unwrap_or_else(|| self.of_another(cpu))
+    }
+
+    #[cold]
+    fn of_another(&self, cpu: usize) -> &CachePadded<[AtomicU64; N]> {
+        &self.cells[cpu % self.cells.len()]
+    }
+
     /// Adds `delta`, which may be negative: a cell wraps, the sum of all cells does not.
     #[inline]
     pub fn add(&self, counter: usize, delta: i64) {
         // Relaxed: a statistic.
-        self.cells[current()][counter].fetch_add(delta as u64, Ordering::Relaxed);
+        self.own()[counter].fetch_add(delta as u64, Ordering::Relaxed);
     }
 
     /// As [`add`](Self::add), of two counters: who adds looks up the CPU once.
     #[inline]
     pub fn add_both(&self, [(a, of_a), (b, of_b)]: [(usize, i64); 2]) {
-        let cells = &self.cells[current()];
+        let cells = self.own();
         // Relaxed: statistics.
         cells[a].fetch_add(of_a as u64, Ordering::Relaxed);
         // Relaxed: as above.
@@ -103,7 +116,7 @@ impl<const N: usize> Counters<N> {
     /// this CPU's cell had, and empties it, once that is `most` or more, either way.
     #[inline]
     pub fn add_and_take(&self, counter: usize, delta: i64, most: u64) -> Option<i64> {
-        let cell = &self.cells[current()][counter];
+        let cell = &self.own()[counter];
         // Relaxed: a statistic.
         let now = (cell.fetch_add(delta as u64, Ordering::Relaxed) as i64).wrapping_add(delta);
         // Relaxed: what others add meanwhile is taken along.

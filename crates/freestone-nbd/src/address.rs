@@ -65,7 +65,8 @@ impl Address {
     }
 
     /// The same address with an absolute path, so that it means the same from every directory.
-    pub(crate) fn absolute(&self) -> Self {
+    #[must_use]
+    pub fn absolute(&self) -> Self {
         match self {
             Self::Unix(path) => Self::Unix(std::path::absolute(path).unwrap_or_else(|_| path.clone())),
             Self::Tcp { .. } | Self::Stdin => self.clone(),

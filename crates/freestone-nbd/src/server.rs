@@ -253,9 +253,16 @@ impl Server {
         (ended, action())
     }
 
-    /// Shows `device` under a name that is published, wherever it is; who uses the export goes on with
-    /// the device that was there, and is best sent away before, by a [`restart`](Self::restart).
-    pub fn replace(&self, name: &str, device: &Arc<dyn Device>, description: &str, failures: &Arc<Failures>) {
+    /// Shows another device under a name that is published, wherever it is: what `device` has for the
+    /// address, which must not wait. Who uses the export goes on with the device that was there, and is
+    /// best sent away before, by a [`restart`](Self::restart).
+    pub fn replace(
+        &self,
+        name: &str,
+        device: &dyn Fn(&Address) -> Arc<dyn Device>,
+        description: &str,
+        failures: &Arc<Failures>,
+    ) {
         // The old device may go with it, which may wait for a disk: not under the lock.
         let replaced = self.shared.lock().replace(name, device, description, failures);
         drop(replaced);

@@ -251,7 +251,7 @@ impl Tables {
     pub fn replace(
         &mut self,
         name: &str,
-        device: &Arc<dyn Device>,
+        device: &dyn Fn(&Address) -> Arc<dyn Device>,
         description: &str,
         failures: &Arc<Failures>,
     ) -> Vec<Arc<Export>> {
@@ -264,7 +264,7 @@ impl Tables {
             let new = Export {
                 name: export.name.clone(),
                 address: export.address.clone(),
-                source: Source::Device(Arc::clone(device)),
+                source: Source::Device(device(&export.address)),
                 read_only: export.read_only,
                 default: export.default,
                 without_fua: export.without_fua,

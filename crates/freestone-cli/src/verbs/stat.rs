@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use clap::Args;
+use freestone::device::{Account, Told as _};
 use freestone::file;
 use freestone_spec::attrs;
 use freestone_spec::family::family_stat;
@@ -55,7 +56,7 @@ pub struct Params {
 }
 
 /// One device: `{"name":, "kind":, "disksize":, "uuid":, "generation":, "withheld":, "keep": {..}, "content_of":, "base":, "mm_stat": {..}, "io_stat": {..},
-/// "bd_stat": {..}, "debug_stat": {..}, "io": {..}, "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "ops": {..},
+/// "bd_stat": {..}, "debug_stat": {..}, "io": {..}, "latency": {..}, "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "ops": {..},
 /// "failed": {..}, "full": {..}, "zones": {..}, "power": {..}, "faults": {..}, "family": {..},
 /// "memory": {..}, "exports": [..]}`, statistics where the kind has them. All: `{"server": {..},
 /// "devices": [..]}`. Sizes in bytes.
@@ -233,8 +234,9 @@ fn device(
         reply.insert("over_stat".into(), kinds::over_stat(ram));
         reply.insert("full".into(), kinds::full_stat(ram));
     }
-    if let Some(counts) = entry.io() {
-        reply.insert("io".into(), layers::io(&counts));
+    if let Some(account) = entry.account() {
+        reply.insert("io".into(), layers::io(&account.counted));
+        reply.insert("latency".into(), layers::latency(&account));
     }
     // What many have in common is told once, where all are listed.
     let tells = entry.kind.own_family().is_some() || entry.is_outer_base();
@@ -258,8 +260,27 @@ fn device(
     if !memory.is_empty() {
         reply.insert("memory".into(), Value::Object(memory));
     }
-    reply.insert("exports".into(), json!(service.exports.of(entry.name())));
+    reply.insert("exports".into(), exports(service, entry));
     Ok(reply)
+}
+
+/// Where it is to be seen, and what was asked of it there. Forks of a template's connections count for
+/// themselves.
+fn exports(service: &Service, entry: &Entry) -> Value {
+    let ways = entry.ways();
+    let told = service.exports.of(entry.name()).into_iter().map(|export| {
+        let mut account = Account::default();
+        for way in ways.iter().filter(|way| way.place() == Some(&export.address)) {
+            account.add(&way.told());
+        }
+        let mut told = object(json!(export));
+        if !export.template {
+            told.insert("io".into(), layers::io(&account.counted));
+            told.insert("latency".into(), layers::latency(&account));
+        }
+        Value::Object(told)
+    });
+    Value::Array(told.collect())
 }
 
 /// What the layers over a device's data count.
@@ -341,11 +362,31 @@ fn show_section(section: &Map<String, Value>, indent: &str, out: &mut dyn Write)
                 list.iter().map(rule).collect::<Vec<_>>().join(&below)
             }
             Value::Array(list) => list.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(" "),
+            Value::Object(latency) if latency.contains_key("p50_ns") => {
+                let took = |key: &str| duration(latency[key].as_u64().unwrap_or_default());
+                let requests = latency.get("requests").unwrap_or_default();
+                let (half, most, nearly) = (took("p50_ns"), took("p99_ns"), took("p999_ns"));
+                let mean = took("mean_ns");
+                format!(
+                    "{requests} requests, mean {mean}, 50 % in {half}, 99 % in {most}, 99.9 % in {nearly}"
+                )
+            }
             other => other.to_string(),
         };
         writeln!(out, "{indent}{key:width$}  {line}")?;
     }
     Ok(())
+}
+
+/// A duration for people.
+pub fn duration(nanoseconds: u64) -> String {
+    let of = |unit: f64| nanoseconds as f64 / unit;
+    match nanoseconds {
+        0..1_000 => format!("{nanoseconds}ns"),
+        1_000..1_000_000 => format!("{:.1}us", of(1e3)),
+        1_000_000..1_000_000_000 => format!("{:.1}ms", of(1e6)),
+        _ => format!("{:.1}s", of(1e9)),
+    }
 }
 
 /// Byte counts are shown with a unit beside them, counts of pages and requests are not.

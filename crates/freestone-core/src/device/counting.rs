@@ -1,40 +1,147 @@
 //! A device with the numbers that the block layer's `stat` file has of a disk: what its users asked
-//! for, however it is done below.
+//! for, however it is done below, and how long that took.
 
-use std::sync::Arc;
+use std::cell::Cell;
 
 use crossbeam_utils::CachePadded;
 
 use super::zoned::{AppendCompletion, Zone, ZoneOp, Zoned};
 use super::{
-    Buffer, Changes, Completion, Counted, Device, Error, Extent, Flags, Geometry, IoBuf, OpCounts, Request,
-    Result, Tried,
+    Account, Buffer, Changes, Completion, Counted, Counter, Device, Error, Extent, Flags, Geometry, IoBuf,
+    Request, Result, Sum, Tally, Told, Tried, sampling,
 };
 use crate::per_cpu_arc::PerCpuArc;
+use crate::sync::{Arc, Instant, OnceLock, thread_local};
 
-/// Counts what comes through. Requests of different CPUs meet nowhere: neither the counters nor the
-/// ownership of them is shared.
+/// Counts what comes through, on each way into a device. Requests of different CPUs meet nowhere:
+/// neither the counters nor the ownership of them is shared.
+///
+/// Counts and bytes are exact. How long a request took, from when the device was asked until it had
+/// answered, is measured of each that had to wait, and of those that are answered at once of one in
+/// 64, by chance, which stands for the others. Where the device did such a one in several turns, it
+/// is measured from the first one where they follow one another on one thread, else the last turn
+/// is.
 pub struct Counting {
     inner: Arc<dyn Device>,
-    counts: PerCpuArc<Shell>,
+    way: Way,
+    /// For requests that are answered later, which own the way; from the first one on.
+    shells: OnceLock<PerCpuArc<Shell>>,
 }
 
-type Shell = CachePadded<Arc<OpCounts>>;
+/// What a request counts in, and the sum that this is a part of: while the one is used, the other
+/// is.
+#[derive(Clone)]
+struct Way {
+    tally: Arc<Tally>,
+    of_device: Arc<Sum<Tally>>,
+}
+
+type Shell = CachePadded<Way>;
+
+thread_local! {
+    /// A request that was measured and is not done, on this thread.
+    static TURN: Cell<Option<Turn>> = const { Cell::new(None) };
+}
+
+/// How it goes on.
+#[derive(Clone, Copy)]
+struct Turn {
+    tally: usize,
+    rest: Request,
+    begun: Instant,
+}
 
 impl Counting {
     /// All numbers are 0.
     pub fn new(inner: Arc<dyn Device>) -> Self {
-        let counts = Arc::new(OpCounts::default());
-        Self { inner, counts: PerCpuArc::new(|| CachePadded::new(Arc::clone(&counts))) }
+        Self::of(inner, Arc::default())
     }
 
-    /// What came through and how it ended.
+    /// Another way into the same device, with numbers of its own, which are also in this one's.
+    #[must_use]
+    pub fn another_way(&self) -> Self {
+        Self::of(Arc::clone(&self.inner), Arc::clone(&self.way.of_device))
+    }
+
+    fn of(inner: Arc<dyn Device>, of_device: Arc<Sum<Tally>>) -> Self {
+        let tally = Arc::<Tally>::default();
+        of_device.take_in(Arc::clone(&tally));
+        Self { inner, way: Way { tally, of_device }, shells: OnceLock::new() }
+    }
+
+    /// What came through on all ways and how it ended, without latencies.
     pub fn counts(&self) -> Counted {
-        self.counts.snapshot()
+        self.way.of_device.counted()
+    }
+
+    /// The same with latencies.
+    pub fn account(&self) -> Account {
+        self.way.of_device.told()
+    }
+
+    /// What came on this way alone.
+    pub fn tally(&self) -> &Tally {
+        &self.way.tally
+    }
+
+    /// The ways that there are.
+    pub fn ways(&self) -> Vec<Arc<Tally>> {
+        self.way.of_device.members()
+    }
+
+    /// The sum of all ways.
+    pub fn sum(&self) -> &Arc<Sum<Tally>> {
+        &self.way.of_device
+    }
+
+    fn shell(&self) -> Arc<Shell> {
+        let make = || PerCpuArc::new(|| CachePadded::new(self.way.clone()));
+        Arc::clone(self.shells.get_or_init(make))
     }
 
     fn zones(&self) -> Result<&dyn Zoned> {
         self.inner.zoned().ok_or(Error::Unsupported)
+    }
+
+    /// A try that is measured.
+    #[cold]
+    #[inline(never)]
+    fn try_measured(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        let stands_for = sampling::next();
+        let tally = Arc::as_ptr(&self.way.tally).addr();
+        let before = TURN.take().filter(|turn| turn.tally == tally && turn.rest == *request);
+        let begun = before.map_or_else(Instant::now, |turn| turn.begun);
+        let outcome = self.inner.try_io(request, buffer);
+        match outcome {
+            Ok(Tried::Done) => self.way.tally.took(request.op.into(), begun.elapsed(), stands_for),
+            Ok(Tried::Partly(bytes)) => {
+                TURN.set(Some(Turn { tally, rest: request.rest(bytes), begun }));
+                sampling::again(stands_for);
+            }
+            // What is submitted is measured for itself.
+            Ok(Tried::WouldBlock) | Err(_) => {}
+        }
+        self.tried(request, outcome)
+    }
+
+    #[inline(never)]
+    fn tried(&self, request: &Request, outcome: Result<Tried>) -> Result<Tried> {
+        self.way.tally.counts().tried(request, &outcome);
+        if outcome.is_err() {
+            self.way.tally.failed(request.op.into());
+        }
+        outcome
+    }
+}
+
+impl Way {
+    /// A request that was submitted is answered.
+    fn answered<T>(&self, counter: Counter, begun: Instant, outcome: &Result<T>) {
+        self.tally.counts().ended();
+        match outcome {
+            Ok(_) => self.tally.took(counter, begun.elapsed(), 1),
+            Err(_) => self.tally.failed(counter),
+        }
     }
 }
 
@@ -44,17 +151,24 @@ impl Device for Counting {
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        if sampling::is_due() {
+            return self.try_measured(request, buffer);
+        }
         let outcome = self.inner.try_io(request, buffer);
-        self.counts.look().tried(request, &outcome);
-        outcome
+        // Nearly all are, and here is all that is done for these.
+        if let Ok(Tried::Done) = outcome {
+            self.way.tally.counts().done(request.op, request.len);
+            return outcome;
+        }
+        self.tried(request, outcome)
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        let counts = Arc::clone(&self.counts);
-        counts.begun();
+        let (way, begun) = (self.shell(), Instant::now());
+        way.tally.counts().begun();
         let done = Completion::new(move |outcome, buffer| {
-            counts.ended();
-            counts.answered(&request, &outcome);
+            way.answered(request.op.into(), begun, &outcome);
+            way.tally.counts().answered(&request, &outcome);
             done.complete(outcome, buffer);
         });
         self.inner.submit(request, buffer, done);
@@ -91,9 +205,18 @@ impl Zoned for Counting {
     }
 
     fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
-        let outcome = self.zones()?.try_append(offset, data, flags);
-        if !matches!(outcome, Ok(None)) {
-            self.counts.appended(data.len() as u64, &outcome);
+        let zones = self.zones()?;
+        let measured = sampling::is_due().then(|| (sampling::next(), Instant::now()));
+        let outcome = zones.try_append(offset, data, flags);
+        if matches!(outcome, Ok(None)) {
+            return outcome;
+        }
+        let tally = &self.way.tally;
+        tally.counts().appended(data.len() as u64, &outcome);
+        match (&outcome, measured) {
+            (Ok(_), Some((stands_for, begun))) => tally.took(Counter::Append, begun.elapsed(), stands_for),
+            (Ok(_), None) => {}
+            (Err(_), _) => tally.failed(Counter::Append),
         }
         outcome
     }
@@ -103,11 +226,11 @@ impl Zoned for Counting {
             Ok(zones) => zones,
             Err(error) => return done(Err(error)),
         };
-        let (counts, bytes) = (Arc::clone(&self.counts), data.len() as u64);
-        counts.begun();
+        let (way, begun, bytes) = (self.shell(), Instant::now(), data.len() as u64);
+        way.tally.counts().begun();
         let done = Box::new(move |outcome| {
-            counts.ended();
-            counts.appended(bytes, &outcome);
+            way.answered(Counter::Append, begun, &outcome);
+            way.tally.counts().appended(bytes, &outcome);
             done(outcome);
         });
         zones.submit_append(offset, data, flags, done);

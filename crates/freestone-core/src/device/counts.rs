@@ -1,21 +1,25 @@
 //! What a device was asked and what it answered, counted per CPU.
 
-use super::{Op, Request, Result, Tried};
+use super::{Counter, Op, Request, Result, Tried};
 use crate::percpu::Counters;
 
-const READS: usize = 0;
-const WRITES: usize = 1;
-const DISCARDS: usize = 2;
-const ZEROES: usize = 3;
-const FLUSHES: usize = 4;
+// What is done of an operation is counted under its number, and its bytes so much further on: no
+// request chooses between counters. Those of flushes stay 0.
+const BYTES: usize = 6;
+const READS: usize = Op::Read as usize;
+const WRITES: usize = Op::Write as usize;
+const DISCARDS: usize = Op::Discard as usize;
+const ZEROES: usize = Op::WriteZeroes as usize;
+const FLUSHES: usize = Op::Flush as usize;
 const APPENDS: usize = 5;
-const READ_BYTES: usize = 6;
-const WRITTEN_BYTES: usize = 7;
-const ERRORS: usize = 8;
-const DISCARDED_BYTES: usize = 9;
-const ZEROED_BYTES: usize = 10;
-const IN_FLIGHT: usize = 11;
-const COUNT: usize = 12;
+const READ_BYTES: usize = BYTES + READS;
+const WRITTEN_BYTES: usize = BYTES + WRITES;
+const DISCARDED_BYTES: usize = BYTES + DISCARDS;
+const ZEROED_BYTES: usize = BYTES + ZEROES;
+const ERRORS: usize = 11;
+const IN_FLIGHT: usize = 12;
+const COUNT: usize = 13;
+const _: () = assert!(FLUSHES < APPENDS && APPENDS < BYTES && BYTES + FLUSHES < ERRORS);
 
 /// Counters of a device's operations. Adding is one or two additions to the CPU's own cells.
 #[derive(Default)]
@@ -48,6 +52,65 @@ pub struct Counted {
     pub zeroed_bytes: u64,
     /// Submitted requests that are not answered, where they were [told](OpCounts::begun).
     pub in_flight: u64,
+}
+
+impl Counted {
+    /// Adds what something else has counted.
+    pub fn add(&mut self, other: &Self) {
+        *self = self.with(other, u64::wrapping_add);
+    }
+
+    /// What was counted since the counters were `earlier`; requests in flight are those of now.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Self {
+        Self { in_flight: self.in_flight, ..self.with(earlier, u64::saturating_sub) }
+    }
+
+    fn with(&self, other: &Self, both: fn(u64, u64) -> u64) -> Self {
+        Self {
+            reads: both(self.reads, other.reads),
+            writes: both(self.writes, other.writes),
+            discards: both(self.discards, other.discards),
+            zeroes: both(self.zeroes, other.zeroes),
+            flushes: both(self.flushes, other.flushes),
+            appends: both(self.appends, other.appends),
+            read_bytes: both(self.read_bytes, other.read_bytes),
+            written_bytes: both(self.written_bytes, other.written_bytes),
+            errors: both(self.errors, other.errors),
+            discarded_bytes: both(self.discarded_bytes, other.discarded_bytes),
+            zeroed_bytes: both(self.zeroed_bytes, other.zeroed_bytes),
+            in_flight: both(self.in_flight, other.in_flight),
+        }
+    }
+
+    /// Requests of that kind that succeeded.
+    pub const fn requests(&self, counter: Counter) -> u64 {
+        match counter {
+            Counter::Read => self.reads,
+            Counter::Write => self.writes,
+            Counter::Discard => self.discards,
+            Counter::WriteZeroes => self.zeroes,
+            Counter::Flush => self.flushes,
+            Counter::Append => self.appends,
+        }
+    }
+
+    /// Bytes of those requests; those of appends are with the writes.
+    pub const fn bytes(&self, counter: Counter) -> u64 {
+        match counter {
+            Counter::Read => self.read_bytes,
+            Counter::Write => self.written_bytes,
+            Counter::Discard => self.discarded_bytes,
+            Counter::WriteZeroes => self.zeroed_bytes,
+            Counter::Flush | Counter::Append => 0,
+        }
+    }
+
+    /// All requests that were answered.
+    pub const fn answered(&self) -> u64 {
+        let data = self.reads + self.writes + self.appends;
+        data + self.discards + self.zeroes + self.flushes + self.errors
+    }
 }
 
 impl OpCounts {
@@ -84,13 +147,7 @@ impl OpCounts {
     /// Counts an operation that succeeded, whose last `bytes` bytes were not counted yet.
     #[inline]
     pub fn done(&self, op: Op, bytes: u64) {
-        match op {
-            Op::Read => self.0.add_both([(READS, 1), (READ_BYTES, bytes as i64)]),
-            Op::Write => self.0.add_both([(WRITES, 1), (WRITTEN_BYTES, bytes as i64)]),
-            Op::Discard => self.0.add_both([(DISCARDS, 1), (DISCARDED_BYTES, bytes as i64)]),
-            Op::WriteZeroes => self.0.add_both([(ZEROES, 1), (ZEROED_BYTES, bytes as i64)]),
-            Op::Flush => self.0.add(FLUSHES, 1),
-        }
+        self.0.add_both([(op as usize, 1), (BYTES + op as usize, bytes as i64)]);
     }
 
     /// A request is submitted: it is in flight until it has [`ended`](Self::ended).
@@ -111,13 +168,7 @@ impl OpCounts {
 
     #[inline]
     fn bytes(&self, op: Op, bytes: u64) {
-        match op {
-            Op::Read => self.0.add(READ_BYTES, bytes as i64),
-            Op::Write => self.0.add(WRITTEN_BYTES, bytes as i64),
-            Op::Discard => self.0.add(DISCARDED_BYTES, bytes as i64),
-            Op::WriteZeroes => self.0.add(ZEROED_BYTES, bytes as i64),
-            Op::Flush => {}
-        }
+        self.0.add(BYTES + op as usize, bytes as i64);
     }
 
     /// Every counter; exact when nothing is in flight.
@@ -179,6 +230,25 @@ mod tests {
             in_flight: 1,
         };
         assert_eq!(counts.snapshot(), expected);
+    }
+
+    #[test]
+    fn counts_are_added_and_compared() {
+        let counts = OpCounts::default();
+        counts.done(Op::Write, 512);
+        counts.begun();
+        let before = counts.snapshot();
+        counts.done(Op::Write, 1024);
+        counts.error();
+        let after = counts.snapshot();
+        let expected =
+            Counted { writes: 1, written_bytes: 1024, errors: 1, in_flight: 1, ..Counted::default() };
+        assert_eq!(after.since(&before), expected);
+        assert_eq!((expected.answered(), expected.bytes(Counter::Write)), (2, 1024));
+        let mut sum = before;
+        sum.add(&expected);
+        assert_eq!((sum.writes, sum.written_bytes, sum.in_flight), (2, 1536, 2));
+        assert_eq!(before.since(&after).writes, 0, "somebody else's");
     }
 
     #[test]

@@ -9,6 +9,8 @@ mod buffer;
 mod changes;
 mod completion;
 #[cfg(not(loom))]
+mod counter;
+#[cfg(not(loom))]
 mod counting;
 #[cfg(not(loom))]
 mod counts;
@@ -18,13 +20,21 @@ mod error;
 #[cfg(not(loom))]
 mod failures;
 mod geometry;
+#[cfg(not(loom))]
+mod latency;
 mod request;
+#[cfg(not(loom))]
+mod sampling;
+#[cfg(not(loom))]
+mod tally;
 pub mod zoned;
 
 pub use blocking::Blocking;
 pub use buffer::{IO_ALIGN_BYTES, IoBuf};
 pub use changes::{Change, Changes};
 pub use completion::Completion;
+#[cfg(not(loom))]
+pub use counter::{Counter, Each};
 #[cfg(not(loom))]
 pub use counting::Counting;
 #[cfg(not(loom))]
@@ -36,8 +46,12 @@ pub use error::{Error, Result};
 pub use failures::{Failed, Failures};
 pub use geometry::{Extent, ExtentKind, Geometry};
 #[cfg(not(loom))]
+pub use latency::Latency;
+#[cfg(not(loom))]
 pub use request::range_end;
 pub use request::{Buffer, Flags, Op, Request};
+#[cfg(not(loom))]
+pub use tally::{Account, Sum, Tally, Told};
 pub use zoned::{Zone, ZoneGeometry, Zoned};
 
 /// How far a tried request came.

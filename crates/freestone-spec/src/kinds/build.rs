@@ -61,6 +61,7 @@ pub(super) fn finished(spec: Spec, built: Built) -> Result<Entry, Refusal> {
     let cow_origin = cow_origin.map(|device| cow::Origin::noted(Arc::clone(device), Some(kind.notes())));
     let device = cow_origin.clone().map(|origin| Arc::new(origin) as Arc<dyn Device>).or(device);
     let mut entry = Entry::new(spec, kind, device, needs);
+    entry.join_base();
     (entry.layers, entry.origin, entry.cow_origin, entry.backing) = (layers, origin, cow_origin, backing);
     if let Some((key, value)) = entry.kind.settled() {
         entry.words.put(&entry.spec, key, &value);

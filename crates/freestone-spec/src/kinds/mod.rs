@@ -3,6 +3,7 @@
 //! common: [`Spec`] is a device as it was asked for, [`Entry`] one that is there.
 
 mod build;
+mod counted;
 mod file;
 mod fork;
 mod identity;
@@ -31,7 +32,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, Weak};
 
 use freestone::cow;
-use freestone::device::{self, Counted, Counting, Device, Failures};
+use freestone::device::{self, Counting, Device, Failures, Sum, Tally};
 use freestone::file::Changed;
 use freestone::qcow2::Format;
 use freestone::ram::{Family, NoWaiting, Ram};
@@ -467,8 +468,10 @@ pub struct Entry {
     device: Option<Arc<dyn Device>>,
     /// Requests of its clients that failed.
     pub failures: Arc<Failures>,
-    /// Counts what is asked of that.
+    /// Counts what is asked of that, on all ways.
     counting: Option<Arc<Counting>>,
+    /// What was asked of its forks, of those that have gone as well.
+    forks: Sum<Sum<Tally>>,
     /// What has to be there as long as this is.
     needs: Vec<Arc<Entry>>,
     /// The one of them that takes its family's pages.
@@ -507,6 +510,7 @@ impl Entry {
             device,
             failures: Arc::default(),
             counting,
+            forks: Sum::default(),
             needs,
             backing: None,
             family: Mutex::default(),
@@ -534,11 +538,6 @@ impl Entry {
     /// Its writes do not wait for room until what is returned is dropped.
     pub fn no_waiting(&self) -> Option<NoWaiting> {
         self.in_memory().map(Ram::no_waiting)
-    }
-
-    /// What was asked of it, and how that ended.
-    pub fn io(&self) -> Option<Counted> {
-        self.counting.as_ref().map(|counting| counting.counts())
     }
 
     /// Its size in bytes; of a template that of its forks.

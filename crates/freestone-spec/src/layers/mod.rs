@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use freestone::device::{self, Counted, Device};
+use freestone::device::{self, Account, Counted, Counter, Device};
 use freestone::faults::Faults;
 use freestone::null::{BadBlocks, BadConfig, PaceConfig, Paced};
 use freestone::power::{After, Cut, Point, Power, RecordError, Visited};
@@ -464,6 +464,27 @@ pub fn io(counts: &Counted) -> Value {
         "errors": counts.errors,
         "in_flight": counts.in_flight,
     })
+}
+
+/// How long what users asked of a device took, by operation; nothing of those that were not asked for.
+pub fn latency(account: &Account) -> Value {
+    let nanoseconds = |took: Duration| u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+    let told = |counter: Counter| {
+        let latency = &account.latency[counter];
+        let requests = latency.requests();
+        (requests > 0).then(|| {
+            let within = |thousandths| latency.within(thousandths).map(nanoseconds);
+            let told = json!({
+                "requests": requests,
+                "mean_ns": nanoseconds(latency.total()) / requests,
+                "p50_ns": within(500),
+                "p99_ns": within(990),
+                "p999_ns": within(999),
+            });
+            (counter.word().to_owned(), told)
+        })
+    };
+    Value::Object(Counter::ALL.into_iter().filter_map(told).collect())
 }
 
 /// What came to the data of a test drive, by operation.

@@ -76,6 +76,54 @@ fn every_device_counts_what_it_is_asked_for() {
 }
 
 #[test]
+fn exports_count_for_themselves_and_latencies_are_of_all() {
+    let dir = tempfile::tempdir().unwrap();
+    let serve = Serve::start(&["r=ram,disksize=4M", "slow=ram,disksize=4M,faults=read delay=20ms,seed=1"]);
+    let other = format!("unix:{}/other", dir.path().display());
+    serve.text(&["publish", "r", "--nbd", &other]);
+    let (mut home, mut there) = (Raw::connect(&serve, "r"), Raw::connect_at(&dir.path().join("other"), "r"));
+    for n in 0..2000 {
+        home.read(n % 1000 * 4096, 4096).unwrap();
+    }
+    assert_eq!(there.write(0, 0, &[7; 8192]), 0);
+    there.read(0, 8192).unwrap();
+    let told = serve.json(&["stat", "r"]);
+    assert_eq!((&told["io"]["reads"], &told["io"]["writes"]), (&json!(2001), &json!(1)), "{told}");
+    let of = |address: &str| {
+        let exports = told["exports"].as_array().unwrap();
+        exports.iter().find(|export| export["address"].as_str().unwrap().ends_with(address)).unwrap().clone()
+    };
+    let (at_home, at_other) = (of("/nbd"), of("/other"));
+    assert_eq!((&at_home["io"]["reads"], &at_home["io"]["read_bytes"]), (&json!(2000), &json!(2000 * 4096)));
+    assert_eq!((&at_home["io"]["writes"], &at_other["io"]["writes"]), (&json!(0), &json!(1)), "{told}");
+    assert_eq!((&at_other["io"]["reads"], &at_other["io"]["written_bytes"]), (&json!(1), &json!(8192)));
+    // What is answered at once is measured by chance, and each that is stands for all since the last.
+    let latency = &told["latency"]["read"];
+    let requests = latency["requests"].as_u64().unwrap();
+    assert!((2001 - 128..=2001).contains(&requests), "{latency}");
+    let ns = |key: &str| latency[key].as_u64().unwrap();
+    assert!(0 < ns("mean_ns") && ns("p50_ns") <= ns("p99_ns") && ns("p99_ns") <= ns("p999_ns"), "{latency}");
+    assert_eq!(told["latency"].get("discard"), None);
+    // What goes with its place does not go from the device.
+    drop(there);
+    serve.text(&["unpublish", "r", "--force"]);
+    assert_eq!((stat(&serve, "r", "io", "reads"), stat(&serve, "r", "io", "writes")), (2001, 1));
+
+    // What has to wait is measured, each.
+    let mut slow = Raw::connect(&serve, "slow");
+    for _ in 0..5 {
+        slow.read(0, 4096).unwrap();
+    }
+    let told = serve.json(&["stat", "slow"]);
+    let read = &told["latency"]["read"];
+    assert_eq!(read["requests"], json!(5), "{told}");
+    let least = [&read["mean_ns"], &read["p50_ns"], &told["exports"][0]["latency"]["read"]["p999_ns"]];
+    assert!(least.iter().all(|ns| ns.as_u64().unwrap() >= 20_000_000), "{told}");
+    let text = serve.text(&["stat", "slow"]);
+    assert!(text.contains("  latency\n    read  5 requests, mean 2"), "{text}");
+}
+
+#[test]
 fn block_state_is_streamed_in_the_kernels_lines() {
     let dir = tempfile::tempdir().unwrap();
     let serve = Serve::start(&[

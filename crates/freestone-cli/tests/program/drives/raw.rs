@@ -2,6 +2,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::Duration;
 
 use crate::harness::{Serve, connect_nbd};
@@ -28,7 +29,12 @@ pub struct Ended;
 
 impl Raw {
     pub fn connect(serve: &Serve, name: &str) -> Self {
-        let mut stream = UnixStream::connect(serve.path("nbd")).unwrap();
+        Self::connect_at(&serve.path("nbd"), name)
+    }
+
+    /// The same at another socket.
+    pub fn connect_at(socket: &Path, name: &str) -> Self {
+        let mut stream = UnixStream::connect(socket).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let size = connect_nbd(&mut stream, name);
         Self { stream, cookie: 0, size }

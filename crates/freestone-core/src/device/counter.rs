@@ -1,0 +1,69 @@
+//! The operations that are counted apart.
+
+use std::ops::{Index, IndexMut};
+
+use super::Op;
+
+/// What is counted apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Counter {
+    /// Reads.
+    Read,
+    /// Writes, without appends.
+    Write,
+    /// Discards.
+    Discard,
+    /// Write zeroes.
+    WriteZeroes,
+    /// Flushes.
+    Flush,
+    /// Zone appends.
+    Append,
+}
+
+impl Counter {
+    /// All.
+    pub const ALL: [Self; 6] =
+        [Self::Read, Self::Write, Self::Discard, Self::WriteZeroes, Self::Flush, Self::Append];
+
+    /// As it is called outside.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::Discard => "discard",
+            Self::WriteZeroes => "write_zeroes",
+            Self::Flush => "flush",
+            Self::Append => "append",
+        }
+    }
+}
+
+impl From<Op> for Counter {
+    fn from(op: Op) -> Self {
+        match op {
+            Op::Read => Self::Read,
+            Op::Write => Self::Write,
+            Op::Discard => Self::Discard,
+            Op::WriteZeroes => Self::WriteZeroes,
+            Op::Flush => Self::Flush,
+        }
+    }
+}
+
+/// One of each [`Counter`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Each<T>([T; Counter::ALL.len()]);
+
+impl<T> Index<Counter> for Each<T> {
+    type Output = T;
+    fn index(&self, counter: Counter) -> &T {
+        &self.0[counter as usize]
+    }
+}
+
+impl<T> IndexMut<Counter> for Each<T> {
+    fn index_mut(&mut self, counter: Counter) -> &mut T {
+        &mut self.0[counter as usize]
+    }
+}

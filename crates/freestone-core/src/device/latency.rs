@@ -1,0 +1,206 @@
+//! How long requests took: counts by duration, a quarter of a power of two wide.
+//!
+//! The counts of all CPUs are one: what a device answers at once is measured seldom
+//! ([`sampling`](super::sampling)), and what has to wait is not held up by one more shared line.
+
+use std::time::Duration;
+
+use crate::sync::{AtomicU64, Ordering};
+
+/// Shorter ones are not told apart: 256 ns, as a power of two.
+const SHORTEST_LOG2: u32 = 8;
+/// Longer ones are not told apart: 69 s, as a power of two of nanoseconds.
+const LONGEST_LOG2: u32 = 36;
+/// Buckets of each power of two, as a power of two.
+const PARTS_LOG2: u32 = 2;
+const PARTS: usize = 1 << PARTS_LOG2;
+/// Those of all powers, and one at either end.
+const BUCKETS: usize = ((LONGEST_LOG2 - SHORTEST_LOG2) as usize) * PARTS + 2;
+
+/// Counts of requests by how long they took.
+pub struct Histogram {
+    buckets: [AtomicU64; BUCKETS],
+    nanoseconds: AtomicU64,
+}
+
+impl Default for Histogram {
+    fn default() -> Self {
+        Self { buckets: std::array::from_fn(|_| AtomicU64::new(0)), nanoseconds: AtomicU64::new(0) }
+    }
+}
+
+/// The bucket of a duration.
+fn bucket(nanoseconds: u64) -> usize {
+    if nanoseconds < 1 << SHORTEST_LOG2 {
+        return 0;
+    }
+    let log2 = nanoseconds.ilog2();
+    if log2 >= LONGEST_LOG2 {
+        return BUCKETS - 1;
+    }
+    let part = (nanoseconds >> (log2 - PARTS_LOG2)) as usize & (PARTS - 1);
+    1 + (log2 - SHORTEST_LOG2) as usize * PARTS + part
+}
+
+/// Durations in a bucket are shorter than this; the last one has no end.
+fn end(bucket: usize) -> Option<u64> {
+    let (log2, part) = (bucket / PARTS, bucket % PARTS);
+    (bucket < BUCKETS - 1).then(|| {
+        let power = 1_u64 << (SHORTEST_LOG2 as usize + log2);
+        power + part as u64 * (power >> PARTS_LOG2)
+    })
+}
+
+impl Histogram {
+    /// Counts a request that took so long, for as many as it stands for.
+    pub fn add(&self, took: Duration, stands_for: u64) {
+        let nanoseconds = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        // Relaxed: a statistic.
+        self.buckets[bucket(nanoseconds)].fetch_add(stands_for, Ordering::Relaxed);
+        let sum = nanoseconds.saturating_mul(stands_for);
+        // Relaxed: as above. It wraps after five centuries of requests.
+        self.nanoseconds.fetch_add(sum, Ordering::Relaxed);
+    }
+
+    /// What was counted; exact when nobody counts.
+    pub fn read(&self) -> Latency {
+        // Relaxed: statistics.
+        let buckets = self.buckets.each_ref().map(|count| count.load(Ordering::Relaxed));
+        // Relaxed: as above.
+        let nanoseconds = self.nanoseconds.load(Ordering::Relaxed);
+        Latency { buckets: Some(Box::new(buckets)), nanoseconds }
+    }
+}
+
+/// What a [`Histogram`] has counted, or several have together.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Latency {
+    /// None is as good as all zero.
+    buckets: Option<Box<[u64; BUCKETS]>>,
+    nanoseconds: u64,
+}
+
+impl Latency {
+    /// How many requests.
+    pub fn requests(&self) -> u64 {
+        self.counts().iter().sum()
+    }
+
+    /// How long all of them took together.
+    pub const fn total(&self) -> Duration {
+        Duration::from_nanos(self.nanoseconds)
+    }
+
+    /// Of the quickest `thousandths` of the requests (1 to 1000), how long the slowest took, rounded up to
+    /// the end of its bucket: by at most a quarter. `None` where there was no request. What is longer
+    /// than 69 s is told as that.
+    pub fn within(&self, thousandths: u64) -> Option<Duration> {
+        let all = u128::from(self.requests());
+        let wanted = (all * u128::from(thousandths)).div_ceil(1000).max(1);
+        let mut counted = 0;
+        let slowest = self.counts().iter().position(|count| {
+            counted += u128::from(*count);
+            counted >= wanted
+        })?;
+        Some(Duration::from_nanos(end(slowest).unwrap_or(1 << LONGEST_LOG2)))
+    }
+
+    /// For each power of four of nanoseconds from 256 ns to 69 s: how many requests took less.
+    pub fn below_powers_of_four(&self) -> impl Iterator<Item = (Duration, u64)> {
+        let mut counted = 0;
+        let powers = self.counts().iter().enumerate().filter_map(move |(bucket, count)| {
+            counted += count;
+            Some((end(bucket)?, counted))
+        });
+        let wanted =
+            |(end, _): &(u64, u64)| end.is_power_of_two() && (end.ilog2() - SHORTEST_LOG2).is_multiple_of(2);
+        powers.filter(wanted).map(|(end, counted)| (Duration::from_nanos(end), counted))
+    }
+
+    /// Adds what another one has.
+    pub fn add(&mut self, other: &Self) {
+        let Some(theirs) = &other.buckets else { return };
+        let ours = self.buckets.get_or_insert_with(|| Box::new([0; BUCKETS]));
+        for (our, their) in ours.iter_mut().zip(theirs.iter()) {
+            *our += their;
+        }
+        self.nanoseconds = self.nanoseconds.wrapping_add(other.nanoseconds);
+    }
+
+    /// What was counted since the counts were `earlier`.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Self {
+        let mut since = self.clone();
+        if let (Some(ours), Some(theirs)) = (&mut since.buckets, &earlier.buckets) {
+            for (our, their) in ours.iter_mut().zip(theirs.iter()) {
+                *our = our.saturating_sub(*their);
+            }
+            since.nanoseconds = since.nanoseconds.saturating_sub(earlier.nanoseconds);
+        }
+        since
+    }
+
+    fn counts(&self) -> &[u64; BUCKETS] {
+        self.buckets.as_deref().unwrap_or(&[0; BUCKETS])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_follow_one_another_and_are_a_quarter_wide() {
+        assert_eq!((bucket(0), bucket(255), bucket(256)), (0, 0, 1));
+        assert_eq!(
+            (bucket((1 << 36) - 1), bucket(1 << 36), bucket(u64::MAX)),
+            (BUCKETS - 2, BUCKETS - 1, BUCKETS - 1)
+        );
+        assert_eq!(end(BUCKETS - 1), None);
+        for number in 0..BUCKETS - 1 {
+            let end = end(number).unwrap();
+            assert_eq!((bucket(end - 1), bucket(end)), (number, number + 1), "{end} ns");
+        }
+        for number in 1..BUCKETS - 1 {
+            let (begin, end) = (end(number - 1).unwrap(), end(number).unwrap());
+            assert!((end - begin) * 4 <= begin, "{begin} to {end} ns");
+        }
+    }
+
+    #[test]
+    fn what_took_how_long_is_told_from_above() {
+        let counts = Histogram::default();
+        for _ in 0..98 {
+            counts.add(Duration::from_micros(10), 1);
+        }
+        counts.add(Duration::from_millis(3), 2);
+        let read = counts.read();
+        assert_eq!((read.requests(), read.total()), (100, Duration::from_micros(980 + 6000)));
+        let within = |thousandths| read.within(thousandths).unwrap().as_nanos();
+        assert_eq!((within(1), within(500), within(980)), (10240, 10240, 10240));
+        assert_eq!((within(981), within(1000)), (3_145_728, 3_145_728));
+        assert_eq!(Latency::default().within(500), None);
+        let mut twice = Latency::default();
+        twice.add(&read);
+        twice.add(&read);
+        twice.add(&Latency::default());
+        assert_eq!((twice.requests(), twice.total()), (200, read.total() * 2));
+        assert_eq!(twice.within(981), read.within(981));
+        assert_eq!(twice.since(&read), read);
+        assert_eq!(read.since(&Latency::default()), read);
+        assert_eq!(Latency::default().since(&read).requests(), 0, "somebody else's");
+    }
+
+    #[test]
+    fn the_coarse_bounds_are_cumulative() {
+        let counts = Histogram::default();
+        for took in [100, 256, 1023, 1024, 5000, 1 << 35, 1 << 36] {
+            counts.add(Duration::from_nanos(took), 1);
+        }
+        let bounds: Vec<_> = counts.read().below_powers_of_four().collect();
+        let ends: Vec<_> = (4..=18).map(|n| Duration::from_nanos(1 << (2 * n))).collect();
+        assert!(bounds.iter().map(|(end, _)| *end).eq(ends), "{bounds:?}");
+        let counted: Vec<_> = bounds.iter().map(|(_, counted)| *counted).collect();
+        assert_eq!(counted, [1, 3, 4, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 6]);
+    }
+}
