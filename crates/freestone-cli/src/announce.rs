@@ -62,6 +62,9 @@ pub fn announce(service: &Service, control: &Path) {
     for seed in service.registry.seeds() {
         let _ = writeln!(text, "{seed}");
     }
+    if let Some(url) = service.metrics_url.get() {
+        let _ = writeln!(text, "metrics: {url}");
+    }
     let _ = writeln!(text, "control: freestone list --control {}", quote(&control.display().to_string()));
     let mut out = io::stdout().lock();
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());

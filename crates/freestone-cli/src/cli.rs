@@ -8,7 +8,7 @@ use crate::verbs::long::LongCall;
 use crate::verbs::{
     Call, apply, block_state, cancel, compact, create, delta, dump, fork, get, idle, images, jobs, list,
     mark, merge, power_cut, publish, pull, push, recompress, release, remove, reset, restore, rewind, save,
-    set, shutdown, snapshot, stat, trace, unpublish, wait, writeback, zones,
+    set, shutdown, snapshot, stat, top, trace, unpublish, wait, writeback, zones,
 };
 
 const EXAMPLES: &str = "\
@@ -137,6 +137,22 @@ Columns (the names are zramctl's; after the names in brackets see stat and get):
   EXPORTS     NBD addresses, (ro) where clients cannot write
 
 A dash stands where a kind of device has no such thing. --json gives bytes.";
+
+const TOP_EXAMPLES: &str = "\
+Examples:
+  freestone top
+  freestone top --by latency
+  freestone top --once --count 5 --json
+
+In a terminal: q, Esc or Ctrl-C end it; r, b and l sort by requests, bytes and latency. Elsewhere tables, or with
+--json answers, follow one another until the reader leaves; --once gives one.
+
+Columns, all of the time since the last look:
+  READ/S, WRITE/S, OTHER/S  requests a second that succeeded; others are discards, zeroes, flushes, appends
+  READ, WRITTEN             bytes a second
+  ERRORS/S                  requests a second that failed
+  WAITING                   requests that could not be answered at once and are not yet
+  P50, P99                  in which half and 99 % of the requests were done, estimated (see stat)";
 
 const FORK_EXAMPLES: &str = "\
 Examples:
@@ -350,6 +366,9 @@ pub enum Command {
         after_help = "Examples:\n  freestone stat\n  freestone stat job-7 --json\n  freestone stat 'job-*' ram0"
     )]
     Stat(Call<stat::Line>),
+    /// Show the busiest devices, second by second
+    #[command(after_help = TOP_EXAMPLES)]
+    Top(Call<top::Line>),
     /// Show attributes
     #[command(after_help = "Examples:\n  freestone get ram0\n  freestone get ram0 mm_stat")]
     Get(Call<get::Params>),

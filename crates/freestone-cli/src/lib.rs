@@ -19,6 +19,7 @@ mod exposure;
 pub mod inputs;
 mod job;
 mod loops;
+mod metrics;
 mod paths;
 mod places;
 mod process;
@@ -82,6 +83,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Shutdown(call) => verbs::shutdown::ask(&call.args, &call.common),
         Command::List(call) => ask::<verbs::list::List>(&call.args, &call.common),
         Command::Stat(call) => return verbs::stat::ask(&call.args, &call.common),
+        Command::Top(call) => verbs::top::ask(&call.args, &call.common),
         Command::Get(call) => ask::<verbs::get::Get>(&call.args, &call.common),
         Command::Set(call) => ask::<verbs::set::Set>(&call.args.try_into()?, &call.common),
         Command::Create(call) => ask::<verbs::create::Create>(&call.args.checked()?, &call.common),

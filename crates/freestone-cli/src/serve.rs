@@ -35,6 +35,7 @@ use crate::control::socket::{PrivateSocket, SocketPath};
 use crate::declared::{self, Declared};
 use crate::ending::{self, Closing};
 use crate::error::Usage;
+use crate::metrics::{MetricsArgs, MetricsOf, MetricsServer};
 use crate::paths;
 use crate::places::Place;
 use crate::process;
@@ -100,6 +101,8 @@ pub struct ServeArgs {
     access: AccessArgs,
     #[command(flatten)]
     tls: TlsArgs,
+    #[command(flatten)]
+    metrics: MetricsArgs,
     /// Serve the one client that is connected to standard input, and end when it ends; as inetd,
     /// systemd (Accept=yes) and ssh start servers
     #[arg(long, conflicts_with_all = ["nbd", "run"])]
@@ -138,6 +141,8 @@ struct Plan {
     ublk: bool,
     /// What is there after the next start is kept.
     state: Option<Asked>,
+    /// Who watches asks there.
+    metrics: Option<MetricsOf>,
     /// The directory of the sockets, where it goes with us.
     private: Option<TempDir>,
 }
@@ -150,6 +155,7 @@ impl Plan {
             declared::as_block_devices(&mut devices);
         }
         let state = args.state.asked(file.as_ref(), &devices)?;
+        let metrics = args.metrics.asked(file.as_ref())?;
         let said = file.as_ref().zip(args.config.as_deref());
         let access = AccessOf::new(&args.access, said)?;
         let tls = Tls::new(&args.tls, said.map(|(file, path)| (&file.tls, path, &*file.base)))?;
@@ -218,7 +224,7 @@ impl Plan {
             limits.max_memory_in_flight = bytes;
         }
         let ublk = args.ublk;
-        Ok(Self { devices, addresses, sockets, control, access, tls, limits, ublk, state, private })
+        Ok(Self { devices, addresses, sockets, control, access, tls, limits, ublk, state, metrics, private })
     }
 }
 
@@ -266,6 +272,7 @@ struct Flushed {
 struct Running {
     service: Arc<Service>,
     control: Option<Arc<ControlServer>>,
+    metrics: Option<MetricsServer>,
     /// The NBD sockets of the command line.
     sockets: Vec<SocketPath>,
     pidfile: Option<Pidfile>,
@@ -274,8 +281,8 @@ struct Running {
 
 impl Running {
     fn start(plan: Plan) -> Result<Self> {
-        let Plan { devices, addresses, sockets, control, access, tls, limits, ublk, state: asked, private } =
-            plan;
+        let Plan { devices, addresses, sockets, control, access, tls, limits, ublk, state: asked, .. } = plan;
+        let Plan { metrics, private, .. } = plan;
         let control_access = access.control.is;
         let service = Service::new(limits, access, tls);
         service.exports.tls.begin(&service.exports.nbd)?;
@@ -289,6 +296,7 @@ impl Running {
         let mut running = Self {
             service: Arc::clone(&service),
             control: None,
+            metrics: None,
             sockets: Vec::new(),
             pidfile: None,
             private,
@@ -326,6 +334,11 @@ impl Running {
         }
         Saves::run(&service).context("cannot start the thread that saves")?;
         tell_left(&service);
+        if let Some(metrics) = &metrics {
+            let server = MetricsServer::start(metrics, &service)?;
+            let _ = service.metrics_url.set(server.url());
+            running.metrics = Some(server);
+        }
         // Last of all: where it is, all is ready.
         if let Some(control) = &control {
             let socket = PrivateSocket::bind(control, &control_access)?;
@@ -395,6 +408,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.control = None;
+        self.metrics = None;
         self.service.exports.shutdown(Duration::ZERO);
     }
 }
@@ -528,6 +542,7 @@ mod tests {
             limits: Limits::default(),
             ublk: false,
             state: None,
+            metrics: None,
             private: None,
         };
         let outcome = catch_unwind(AssertUnwindSafe(|| {

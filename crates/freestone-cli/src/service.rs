@@ -22,6 +22,7 @@ use crate::declarations::Declarations;
 use crate::ending::Leaving;
 use crate::exports::{Exports, check_own};
 use crate::job::Jobs;
+use crate::metrics::rates::Rates;
 use crate::places::{Place, Seen};
 use crate::records::{self, Records};
 use crate::saves::{self, Saves};
@@ -58,6 +59,10 @@ pub struct Service {
     pub access: AccessOf,
     /// Its own socket, once that is known.
     pub control: OnceLock<PathBuf>,
+    /// Where metrics are, once that is known.
+    pub metrics_url: OnceLock<String>,
+    /// How busy devices are, for who watches.
+    pub rates: Rates,
     /// Has the server end.
     pub end: OnceLock<Box<dyn Fn() + Send + Sync>>,
     /// The command line has all that is published shown as block devices, too.
@@ -78,6 +83,8 @@ impl Service {
             saves: Saves::default(),
             limits: limits.clone(),
             control: OnceLock::new(),
+            metrics_url: OnceLock::new(),
+            rates: Rates::default(),
             end: OnceLock::new(),
             as_block_devices: AtomicBool::new(false),
             exports: Exports::new(limits, access.sockets.is, tls, Arc::clone(&registry)),

@@ -33,6 +33,8 @@ use crate::access::AccessWords;
 use crate::entries::{Entries, SpecError, nearest};
 use crate::kinds::registry::MAX_DEVICES;
 use crate::layers::NUMBER;
+use crate::metrics::MetricsWords;
+use crate::numbers::{integer, within};
 use crate::size;
 use crate::times;
 use crate::tls::TlsWords;
@@ -47,7 +49,7 @@ const SAVE_AFTER_MIN_BYTES: u64 = 1 << 20;
 /// What `max_connections` can be.
 pub const MAX_CONNECTIONS_RANGE: RangeInclusive<i64> = 1..=65_536;
 
-const TOP_KEYS: [&str; 22] = [
+const TOP_KEYS: [&str; 25] = [
     "nbd",
     "ublk",
     "control",
@@ -69,6 +71,9 @@ const TOP_KEYS: [&str; 22] = [
     "allow_plaintext",
     "max_connections",
     "max_memory_in_flight",
+    "metrics",
+    "metrics_open",
+    "metrics_forks",
     "device",
 ];
 const EXPORT_KEYS: [&str; 5] = ["nbd", "vhost_user", "ublk", "queues", "read_only"];
@@ -102,6 +107,8 @@ pub struct FileConfig {
     pub max_connections: Option<u32>,
     /// Most bytes that connections hold for requests.
     pub max_memory_in_flight: Option<u64>,
+    /// Who is told how busy the server is.
+    pub metrics: MetricsWords,
     /// The directory of the file.
     pub base: PathBuf,
 }
@@ -283,15 +290,12 @@ impl FileConfig {
             ) => {
                 self.tls.take(key, &value).map_err(|why| (None, why))?;
             }
-            ("max_connections", value) => {
-                let (min, max) = MAX_CONNECTIONS_RANGE.into_inner();
-                let must = format!("must be a number from {min} to {max}");
-                let Some(number) = integer(&value) else {
-                    return wrong(format!("max_connections: {must}, not {}", value.type_str()));
-                };
-                let fits = u32::try_from(number).ok().filter(|_| MAX_CONNECTIONS_RANGE.contains(&number));
-                let Some(fits) = fits else { return wrong(format!("max_connections={number}: {must}")) };
-                self.max_connections = Some(fits);
+            (key @ "max_connections", value) => {
+                self.max_connections =
+                    Some(within(key, &value, MAX_CONNECTIONS_RANGE).map_err(|why| (None, why))?);
+            }
+            ("metrics" | "metrics_open" | "metrics_forks", value) => {
+                self.metrics.take(key, &value).map_err(|why| (None, why))?;
             }
             ("max_memory_in_flight", DeValue::String(text)) => {
                 let bytes = memory_in_flight(&text);
@@ -342,11 +346,6 @@ pub fn save_every(text: &str) -> Result<Duration, String> {
 pub fn save_after(text: &str) -> Result<u64, String> {
     let bytes = size::parse(text).map_err(|error| error.to_string())?;
     if bytes < SAVE_AFTER_MIN_BYTES { Err("at least 1M".into()) } else { Ok(bytes) }
-}
-
-fn integer(value: &DeValue<'_>) -> Option<i64> {
-    let number = value.as_integer()?;
-    i64::from_str_radix(number.as_str(), number.radix()).ok()
 }
 
 /// Reads the bytes that connections may hold for requests.

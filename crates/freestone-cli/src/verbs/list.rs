@@ -13,10 +13,10 @@ use freestone_spec::kinds::Entry;
 use freestone_spec::path_text;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
-use unicode_width::UnicodeWidthStr as _;
 
 use super::Verb;
 use super::pattern::Pattern;
+use super::table::write_table;
 use crate::control::protocol::Fault;
 use crate::exports::Export;
 use crate::job::Progress;
@@ -142,9 +142,8 @@ impl Verb for List {
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        let mut rows = vec![HEADER.map(str::to_owned)];
-        rows.extend(reply.devices.iter().map(cells));
-        write_table(&rows, out)?;
+        let rows: Vec<_> = reply.devices.iter().map(cells).collect();
+        write_table(HEADER, &TEXT_COLUMNS, &rows, out)?;
         for Row { name, content_of, .. } in &reply.devices {
             if let Some(when) = content_of {
                 writeln!(out, "{name}: has the content of {when}; what came later ended with the server")?;
@@ -154,34 +153,6 @@ impl Verb for List {
             writeln!(out, "{name}: is not there again, {why}; `freestone remove {name}` forgets it")
         })
     }
-}
-
-/// Writes rows with a blank between columns. Written here: a crate for tables takes ten times as
-/// long for tens of thousands of rows.
-fn write_table(rows: &[[String; HEADER.len()]], out: &mut dyn Write) -> io::Result<()> {
-    // Nearly all names are.
-    let width = |cell: &str| if cell.is_ascii() { cell.len() } else { cell.width() };
-    let mut widths = [0; HEADER.len()];
-    for (cell, at) in rows.iter().flat_map(|row| row.iter().zip(0..)) {
-        widths[at] = width(cell).max(widths[at]);
-    }
-    let blanks = " ".repeat(widths.into_iter().max().unwrap_or_default());
-    let mut text = String::new();
-    for row in rows {
-        let start = text.len();
-        for ((cell, most), title) in row.iter().zip(widths).zip(HEADER) {
-            let blanks = &blanks[..most - width(cell)];
-            if TEXT_COLUMNS.contains(&title) {
-                text.extend([cell, blanks]);
-            } else {
-                text.extend([blanks, cell]);
-            }
-            text.push(' ');
-        }
-        text.truncate(start + text[start..].trim_end().len());
-        text.push('\n');
-    }
-    out.write_all(text.as_bytes())
 }
 
 const HEADER: [&str; 13] = [

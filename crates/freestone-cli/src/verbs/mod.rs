@@ -39,6 +39,8 @@ pub mod shutdown;
 pub mod snapshot;
 mod stack_cut;
 pub mod stat;
+mod table;
+pub mod top;
 pub mod trace;
 pub mod unpublish;
 pub mod wait;
@@ -161,9 +163,10 @@ fn errno_of(error: device::Error) -> Errno {
 
 type Run = fn(&Service, Option<Value>) -> Result<Box<RawValue>, Fault>;
 
-const VERBS: [(&str, Run); 35] = [
+const VERBS: [(&str, Run); 36] = [
     entry::<list::List>(),
     entry::<stat::Stat>(),
+    entry::<top::Top>(),
     entry::<get::Get>(),
     entry::<set::Set>(),
     entry::<create::Create>(),

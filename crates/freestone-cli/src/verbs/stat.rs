@@ -105,6 +105,7 @@ impl Verb for Stat {
             "addresses": addresses,
             "process_rss_bytes": process.rss_bytes,
             "process_pss_bytes": process.pss_bytes,
+            "metrics": service.metrics_url.get(),
         });
         text(&Many { server: Some(server), devices: devices?, missing: Vec::new() })
     }

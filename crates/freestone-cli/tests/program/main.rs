@@ -9,3 +9,5 @@ mod harness;
 mod restarts;
 mod stalls;
 mod storage;
+mod terminal;
+mod watching;

@@ -74,6 +74,11 @@ fn control() {
 }
 
 #[test]
+fn metrics() {
+    run_page("docs/metrics.md");
+}
+
+#[test]
 fn faults_and_power() {
     run_page("docs/faults.md");
     run_page("docs/power.md");
@@ -102,6 +107,7 @@ fn every_page_with_commands_is_run() {
         "docs/devices.md",
         "docs/faults.md",
         "docs/forks.md",
+        "docs/metrics.md",
         "docs/nbd-client.md",
         "docs/nbd.md",
         "docs/object-storage.md",

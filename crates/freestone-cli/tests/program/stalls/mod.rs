@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use crate::harness::Serve;
 
 /// What is not answered by then has failed; on a slow machine, too.
-const ANSWER_MAX: Duration = Duration::from_secs(120);
+pub const ANSWER_MAX: Duration = Duration::from_secs(120);
 
 /// The control socket of a server, for threads.
 #[derive(Clone)]

@@ -1,0 +1,221 @@
+//! A request of HTTP, read strictly: what is not understood is refused, and nothing of it is used
+//! but method, path and host.
+
+use std::net::IpAddr;
+
+/// The longest head of a request, with all its lines.
+pub const HEAD_BYTES_MAX: usize = 8 << 10;
+/// Lines of it, without the first.
+const HEADERS_MAX: usize = 64;
+
+/// What is asked.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Request {
+    /// Without the body.
+    pub head_only: bool,
+    /// Without the query.
+    pub path: String,
+    /// Whom the client means, without the port; HTTP/1.0 does not need to say.
+    pub host: Option<String>,
+}
+
+/// Why there is no answer but a status.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refusal {
+    /// It is no request of HTTP/1.
+    Bad,
+    /// Another name than this server has.
+    Misdirected,
+    /// Nothing is there.
+    NotFound,
+    /// Neither GET nor HEAD.
+    Method,
+    /// The client was too slow.
+    Timeout,
+    /// More than [`HEAD_BYTES_MAX`] or [`HEADERS_MAX`].
+    TooLarge,
+    /// The answer could not be made.
+    Broken,
+    /// Too many at once.
+    Busy,
+    /// Another HTTP.
+    Version,
+}
+
+impl Refusal {
+    /// The status and its text.
+    pub const fn status(self) -> &'static str {
+        match self {
+            Self::Bad => "400 Bad Request",
+            Self::Misdirected => "421 Misdirected Request",
+            Self::NotFound => "404 Not Found",
+            Self::Method => "405 Method Not Allowed",
+            Self::Timeout => "408 Request Timeout",
+            Self::TooLarge => "431 Request Header Fields Too Large",
+            Self::Broken => "500 Internal Server Error",
+            Self::Busy => "503 Service Unavailable",
+            Self::Version => "505 HTTP Version Not Supported",
+        }
+    }
+}
+
+/// Where the head ends, if all of it is there.
+pub fn head_end(bytes: &[u8]) -> Option<usize> {
+    bytes.windows(4).position(|four| four == b"\r\n\r\n").map(|at| at + 4)
+}
+
+impl Request {
+    /// Reads a head, to the empty line.
+    pub fn parse(head: &[u8]) -> Result<Self, Refusal> {
+        let text = std::str::from_utf8(head).map_err(|_| Refusal::Bad)?;
+        let text = text.strip_suffix("\r\n\r\n").ok_or(Refusal::Bad)?;
+        let mut lines = text.split("\r\n");
+        let first = lines.next().ok_or(Refusal::Bad)?;
+        let mut words = first.split(' ');
+        let (Some(method), Some(target), Some(version), None) =
+            (words.next(), words.next(), words.next(), words.next())
+        else {
+            return Err(Refusal::Bad);
+        };
+        if method.is_empty() || !method.bytes().all(is_token) {
+            return Err(Refusal::Bad);
+        }
+        let must_have_host = match version {
+            "HTTP/1.1" => true,
+            "HTTP/1.0" => false,
+            _ if version.starts_with("HTTP/") => return Err(Refusal::Version),
+            _ => return Err(Refusal::Bad),
+        };
+        if !target.starts_with('/') || !target.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(Refusal::Bad);
+        }
+        let mut host = None;
+        for (number, line) in lines.enumerate() {
+            if number == HEADERS_MAX {
+                return Err(Refusal::TooLarge);
+            }
+            let (name, value) = line.split_once(':').ok_or(Refusal::Bad)?;
+            let is_text = |byte: u8| byte == b'\t' || (byte >= b' ' && byte != 0x7F);
+            if name.is_empty() || !name.bytes().all(is_token) || !value.bytes().all(is_text) {
+                return Err(Refusal::Bad);
+            }
+            if name.eq_ignore_ascii_case("host") && host.replace(host_of(value.trim())?).is_some() {
+                return Err(Refusal::Bad);
+            }
+        }
+        if must_have_host && host.is_none() {
+            return Err(Refusal::Bad);
+        }
+        let head_only = match method {
+            "GET" => false,
+            "HEAD" => true,
+            _ => return Err(Refusal::Method),
+        };
+        let path = target.split_once('?').map_or(target, |(path, _)| path).to_owned();
+        Ok(Self { head_only, path, host })
+    }
+
+    /// Refuses what a page of a foreign host can have a browser ask: its name may lead to any
+    /// address, but an address is no name that it could give away, and `localhost` is nobody's.
+    pub fn check_host(&self) -> Result<(), Refusal> {
+        let Some(host) = &self.host else { return Ok(()) };
+        let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+        if host.eq_ignore_ascii_case("localhost") || bare.parse::<IpAddr>().is_ok() {
+            return Ok(());
+        }
+        Err(Refusal::Misdirected)
+    }
+}
+
+/// What names of methods and headers are made of.
+fn is_token(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte)
+}
+
+/// The host of `HOST[:PORT]`.
+fn host_of(value: &str) -> Result<String, Refusal> {
+    let (host, port) = match value.rsplit_once(':') {
+        Some((host, port)) if !port.contains(']') => (host, Some(port)),
+        _ => (value, None),
+    };
+    let is_port = |port: &str| port.bytes().all(|byte| byte.is_ascii_digit()) && port.len() <= 5;
+    let is_host = |byte: u8| byte.is_ascii_alphanumeric() || b"-._[]:".contains(&byte);
+    if host.is_empty() || !host.bytes().all(is_host) || !port.is_none_or(is_port) {
+        return Err(Refusal::Bad);
+    }
+    Ok(host.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Request, Refusal> {
+        Request::parse(text.as_bytes())
+    }
+
+    #[test]
+    fn what_is_meant_is_found() {
+        let scrape = "GET /metrics HTTP/1.1\r\nHost: 127.0.0.1:9100\r\nAccept: */*\r\n\r\n";
+        let expected = Request { head_only: false, path: "/metrics".into(), host: Some("127.0.0.1".into()) };
+        assert_eq!(parse(scrape).as_ref(), Ok(&expected));
+        assert_eq!(head_end(scrape.as_bytes()), Some(scrape.len()));
+        assert_eq!(head_end(&scrape.as_bytes()[..scrape.len() - 1]), None);
+        let asked = parse("HEAD /metrics?a=b HTTP/1.0\r\n\r\n").unwrap();
+        assert_eq!((asked.head_only, asked.path.as_str(), asked.host), (true, "/metrics", None));
+    }
+
+    #[test]
+    fn hosts_that_others_can_lead_here_are_refused() {
+        for (host, ok) in [
+            ("localhost", true),
+            ("LOCALHOST:9100", true),
+            ("127.0.0.1", true),
+            ("192.0.2.1:80", true),
+            ("[::1]:9100", true),
+            ("[::1]", true),
+            ("example.org", false),
+            ("example.org:9100", false),
+            ("localhost.example.org", false),
+            ("127.0.0.1.example.org", false),
+            ("localhost.", false),
+        ] {
+            let asked = parse(&format!("GET / HTTP/1.1\r\nhOst:{host}\r\n\r\n")).unwrap();
+            assert_eq!(asked.check_host().is_ok(), ok, "{host}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_request_is_refused() {
+        for (text, why) in [
+            ("", Refusal::Bad),
+            ("\r\n\r\n", Refusal::Bad),
+            ("GET\r\n\r\n", Refusal::Bad),
+            ("GET /\r\n\r\n", Refusal::Bad),
+            ("GET  / HTTP/1.1\r\nHost: a\r\n\r\n", Refusal::Bad),
+            ("GET / HTTP/1.1 \r\nHost: a\r\n\r\n", Refusal::Bad),
+            ("GET / HTTP/1.1\r\n\r\n", Refusal::Bad),
+            ("GET / HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n", Refusal::Bad),
+            ("GET / HTTP/1.1\r\nHost:\r\n\r\n", Refusal::Bad),
+            ("GET / HTTP/1.1\r\nHost: a b\r\n\r\n", Refusal::Bad),
+            ("GET / HTTP/1.1\r\nHost: a:b\r\n\r\n", Refusal::Bad),
+            ("GET / HTTP/1.1\r\nHost : a\r\n\r\n", Refusal::Bad),
+            ("GET / HTTP/1.1\r\nHost: a\r\n folded\r\n\r\n", Refusal::Bad),
+            ("GET / HTTP/1.1\nHost: a\n\r\n\r\n", Refusal::Bad),
+            ("GET / HTTP/1.1\r\nHost: a\nX: y\r\n\r\n", Refusal::Bad),
+            ("GET / HTTP/1.1\r\nHost: a\r\nX: \0\r\n\r\n", Refusal::Bad),
+            ("GET http://a/ HTTP/1.1\r\nHost: a\r\n\r\n", Refusal::Bad),
+            ("GET * HTTP/1.1\r\nHost: a\r\n\r\n", Refusal::Bad),
+            ("GET /\u{e4} HTTP/1.1\r\nHost: a\r\n\r\n", Refusal::Bad),
+            ("G(T / HTTP/1.1\r\nHost: a\r\n\r\n", Refusal::Bad),
+            ("GET / http/1.1\r\nHost: a\r\n\r\n", Refusal::Bad),
+            ("GET / HTTP/2.0\r\nHost: a\r\n\r\n", Refusal::Version),
+            ("POST / HTTP/1.1\r\nHost: a\r\n\r\n", Refusal::Method),
+        ] {
+            assert_eq!(parse(text), Err(why), "{text:?}");
+        }
+        assert_eq!(Request::parse(b"GET / HTTP/1.1\r\nHost: \xFF\r\n\r\n"), Err(Refusal::Bad));
+        let many = "X: y\r\n".repeat(HEADERS_MAX + 1);
+        assert_eq!(parse(&format!("GET / HTTP/1.1\r\n{many}\r\n")), Err(Refusal::TooLarge));
+    }
+}

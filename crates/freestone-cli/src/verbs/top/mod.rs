@@ -1,0 +1,297 @@
+//! `top`: the busiest devices, second by second.
+
+mod screen;
+mod watch;
+
+use std::io::{self, IsTerminal as _, Write};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use clap::{Args, ValueEnum};
+use freestone::device::Counted;
+use freestone_spec::size::human;
+use freestone_spec::times;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+use self::watch::watch;
+use super::stat::duration;
+use super::table::write_table;
+use super::{Common, Verb, show};
+use crate::control::client::Client;
+use crate::control::protocol::Fault;
+use crate::error::Usage;
+use crate::metrics::rates::{By, Device, Look};
+use crate::process;
+use crate::service::Service;
+
+/// The verb.
+pub struct Top;
+
+/// How many devices an answer can have.
+const COUNT_MAX: u32 = 1000;
+/// How many it has where nothing was said, and there is no terminal that says it.
+const COUNT: u32 = 20;
+/// Pauses between two looks.
+const EVERY_MIN: Duration = Duration::from_secs(1);
+const EVERY_MAX: Duration = Duration::from_secs(3600);
+/// An answer that takes longer is none.
+const ANSWER_MAX: Duration = Duration::from_secs(30);
+
+/// What devices are chosen and sorted by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum Sorted {
+    /// Requests a second
+    #[default]
+    Requests,
+    /// Bytes a second
+    Bytes,
+    /// The time in which 99 % of the requests are done
+    Latency,
+}
+
+impl From<Sorted> for By {
+    fn from(sorted: Sorted) -> Self {
+        match sorted {
+            Sorted::Requests => Self::Requests,
+            Sorted::Bytes => Self::Bytes,
+            Sorted::Latency => Self::Latency,
+        }
+    }
+}
+
+/// The command line.
+#[derive(Debug, Args)]
+pub struct Line {
+    /// What devices are sorted by, the largest first
+    #[arg(long, value_enum, default_value_t)]
+    by: Sorted,
+    /// So many devices, 1 to 1000 [default: as many as the terminal has lines for, elsewhere 20]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(COUNT_MAX)))]
+    count: Option<u32>,
+    /// How often the server is asked: a whole number with s or m, 1s to 1h
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = times::parse)]
+    every: Duration,
+    /// Show what is done in one second, and end
+    #[arg(long)]
+    once: bool,
+}
+
+/// Its parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
+    /// What devices are chosen by.
+    #[serde(default)]
+    by: Sorted,
+    /// How many.
+    #[serde(default = "count")]
+    count: u32,
+}
+
+const fn count() -> u32 {
+    COUNT
+}
+
+/// The busiest devices, and the sum of all.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Reply {
+    /// The time that the numbers are of; 0 where nobody had looked before.
+    seconds: f64,
+    /// The server.
+    server: Server,
+    /// All devices together.
+    total: Row,
+    /// The busiest first.
+    devices: Vec<Row>,
+}
+
+/// What there is.
+#[derive(Debug, Serialize, Deserialize)]
+struct Server {
+    version: String,
+    devices: usize,
+    /// Of these.
+    forks: usize,
+    connections: u64,
+    process_rss_bytes: u64,
+}
+
+/// A device.
+#[derive(Debug, Serialize, Deserialize)]
+struct Row {
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    name: String,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    kind: String,
+    /// Of a fork.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    base: Option<String>,
+    reads_per_second: f64,
+    writes_per_second: f64,
+    /// Discards, zeroes, flushes, appends.
+    others_per_second: f64,
+    read_bytes_per_second: f64,
+    written_bytes_per_second: f64,
+    errors_per_second: f64,
+    in_flight: u64,
+    /// Where something was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    p50_ns: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    p99_ns: Option<u64>,
+}
+
+impl Row {
+    fn new(counted: &Counted, seconds: f64) -> Self {
+        let per_second = |count: u64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
+        Self {
+            name: String::new(),
+            kind: String::new(),
+            base: None,
+            reads_per_second: per_second(counted.reads),
+            writes_per_second: per_second(counted.writes),
+            others_per_second: per_second(
+                counted.discards + counted.zeroes + counted.flushes + counted.appends,
+            ),
+            read_bytes_per_second: per_second(counted.read_bytes),
+            written_bytes_per_second: per_second(counted.written_bytes),
+            errors_per_second: per_second(counted.errors),
+            in_flight: counted.in_flight,
+            p50_ns: None,
+            p99_ns: None,
+        }
+    }
+
+    fn of(device: &Device, seconds: f64) -> Self {
+        let within = |thousandths| device.lately.latency.within(thousandths);
+        let nanoseconds = |took: Duration| took.as_nanos() as u64;
+        Self {
+            name: device.name.clone(),
+            kind: device.kind.to_owned(),
+            base: device.fork_of.clone(),
+            p50_ns: within(500).map(nanoseconds),
+            p99_ns: within(990).map(nanoseconds),
+            ..Self::new(&device.lately.counted, seconds)
+        }
+    }
+}
+
+impl Verb for Top {
+    const METHOD: &'static str = "top";
+    type Params = Params;
+    type Reply = Reply;
+
+    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+        let Params { by, count } = params;
+        if !(1..=COUNT_MAX).contains(&count) {
+            return Err(Fault::invalid(format!("top: count={count}: must be 1 to {COUNT_MAX}")));
+        }
+        let look: Arc<Look> = service.rates.look(&service.registry);
+        let seconds = look.since.as_secs_f64();
+        let mut all = Counted::default();
+        for device in &look.devices {
+            all.add(&device.lately.counted);
+        }
+        let busiest = look.busiest(count as usize, by.into(), |_| true);
+        let process = process::process_memory().map_err(|e| Fault::internal(format!("{e:#}")))?;
+        Ok(Reply {
+            seconds,
+            server: Server {
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+                devices: look.devices.len(),
+                forks: look.devices.iter().filter(|device| device.fork_of.is_some()).count(),
+                connections: service.exports.nbd.stats().connections,
+                process_rss_bytes: process.rss_bytes,
+            },
+            total: Row::new(&all, seconds),
+            devices: busiest.into_iter().map(|device| Row::of(device, seconds)).collect(),
+        })
+    }
+
+    fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(out, "{}", headline(reply))?;
+        let rows: Vec<_> = std::iter::once(&reply.total).chain(&reply.devices).map(cells).collect();
+        write_table(TITLES, &TEXTS, &rows, out)
+    }
+}
+
+const TITLES: [&str; 12] = [
+    "NAME", "KIND", "BASE", "READ/S", "WRITE/S", "OTHER/S", "READ", "WRITTEN", "ERRORS/S", "WAITING", "P50",
+    "P99",
+];
+/// Aligned to the left.
+const TEXTS: [&str; 3] = ["NAME", "KIND", "BASE"];
+
+/// The server in a line.
+fn headline(reply: &Reply) -> String {
+    let Server { version, devices, forks, connections, process_rss_bytes } = &reply.server;
+    let memory = human(*process_rss_bytes);
+    format!(
+        "freestone {version}: devices {devices}, forks {forks}, NBD connections {connections}, memory {memory}; in \
+         {:.1} s:",
+        reply.seconds
+    )
+}
+
+fn cells(row: &Row) -> [String; TITLES.len()] {
+    let rate =
+        |rate: f64| if rate > 0.0 && rate < 10.0 { format!("{rate:.1}") } else { format!("{rate:.0}") };
+    let bytes = |rate: f64| human(rate as u64);
+    let took = |ns: Option<u64>| ns.map_or_else(|| "-".to_owned(), duration);
+    let text = |text: &str| if text.is_empty() { "-".to_owned() } else { text.to_owned() };
+    [
+        if row.name.is_empty() { "(all)".to_owned() } else { row.name.clone() },
+        text(&row.kind),
+        text(row.base.as_deref().unwrap_or_default()),
+        rate(row.reads_per_second),
+        rate(row.writes_per_second),
+        rate(row.others_per_second),
+        bytes(row.read_bytes_per_second),
+        bytes(row.written_bytes_per_second),
+        rate(row.errors_per_second),
+        row.in_flight.to_string(),
+        took(row.p50_ns),
+        took(row.p99_ns),
+    ]
+}
+
+/// Asks a server over one connection.
+struct Asking(Client);
+
+impl Asking {
+    fn new(common: &Common) -> Result<Self> {
+        let client = Client::connect(common.control.as_deref())?;
+        client.answers_within(ANSWER_MAX)?;
+        Ok(Self(client))
+    }
+
+    fn ask(&mut self, params: Params) -> Result<Box<RawValue>> {
+        self.0.call(Top::METHOD, &serde_json::to_value(params).context("cannot write the request")?)
+    }
+}
+
+/// The client's part.
+pub fn ask(line: &Line, common: &Common) -> Result<()> {
+    if !(EVERY_MIN..=EVERY_MAX).contains(&line.every) {
+        return Err(Usage("--every: must be 1s to 1h".into()).into());
+    }
+    let mut asking = Asking::new(common)?;
+    if !line.once && !common.json && io::stdout().is_terminal() {
+        return watch(asking, line.by, line.count, line.every);
+    }
+    let params = Params { by: line.by, count: line.count.unwrap_or(COUNT) };
+    // What was done before somebody looked is nobody's second.
+    asking.ask(params)?;
+    loop {
+        thread::sleep(if line.once { EVERY_MIN } else { line.every });
+        let answer = asking.ask(params)?;
+        show::<Top>(&params, &answer, common)?;
+        if line.once {
+            return Ok(());
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! Who watches a server: Prometheus, and people.
+
+mod hostile;
+mod openmetrics;
+mod scrape;
+mod top;
+
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+use std::time::Duration;
+
+use crate::harness::Serve;
+
+/// A server that tells metrics, and where.
+struct Watched {
+    serve: Serve,
+    at: String,
+}
+
+impl Watched {
+    fn start(args: &[&str]) -> Self {
+        let serve = Serve::start(&[args, &["--metrics", "0"]].concat());
+        let at = serve.said.lines().find_map(|line| line.strip_prefix("metrics: http://"));
+        let at = at.and_then(|rest| rest.strip_suffix("/metrics")).expect(&serve.said).to_owned();
+        Self { serve, at }
+    }
+
+    fn connect(&self) -> TcpStream {
+        let stream = TcpStream::connect(&self.at).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream
+    }
+
+    /// Sends these bytes; the status, the lines of the head and the body that come back.
+    fn ask(&self, bytes: &[u8]) -> (u16, Vec<String>, String) {
+        let mut stream = self.connect();
+        // It may have been refused before all is sent.
+        let _ = stream.write_all(bytes);
+        answer(&mut stream)
+    }
+
+    /// The metrics, checked strictly.
+    fn scrape(&self) -> openmetrics::Exposition {
+        let request = format!("GET /metrics HTTP/1.1\r\nHost: {}\r\n\r\n", self.at);
+        let (status, head, body) = self.ask(request.as_bytes());
+        assert_eq!(status, 200, "{body}");
+        let content_type = "Content-Type: application/openmetrics-text; version=1.0.0; charset=utf-8";
+        assert!(head.iter().any(|line| line == content_type), "{head:?}");
+        openmetrics::parse(&body).unwrap_or_else(|why| panic!("{why}\n{body}"))
+    }
+}
+
+fn answer(stream: &mut TcpStream) -> (u16, Vec<String>, String) {
+    let mut bytes = Vec::new();
+    let end = stream.read_to_end(&mut bytes);
+    // A server that has answered may cut off what is still sent to it.
+    assert!(end.is_ok() || !bytes.is_empty(), "{end:?}");
+    let text = String::from_utf8(bytes).unwrap();
+    let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no answer: {text:?}"));
+    let mut lines = head.split("\r\n").map(str::to_owned);
+    let status = lines.next().unwrap();
+    let status = status.strip_prefix("HTTP/1.1 ").unwrap()[..3].parse().unwrap();
+    (status, lines.collect(), body.to_owned())
+}
