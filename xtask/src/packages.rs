@@ -11,7 +11,7 @@ pub type Tool = (&'static str, &'static str);
 
 /// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there
 /// already.
-pub const TOOLS: [Tool; 41] = [
+pub const TOOLS: [Tool; 42] = [
     ("fio", "fio"),
     // For its source, which the engine is built against.
     ("dpkg-source", "dpkg-dev"),
@@ -43,6 +43,8 @@ pub const TOOLS: [Tool; 41] = [
     ("btrfs", "btrfs-progs"),
     // The gate counts instructions.
     ("valgrind", "valgrind"),
+    // Probes.
+    ("gdb", "gdb"),
     // The kernel lab.
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("busybox", "busybox-static"),

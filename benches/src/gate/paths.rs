@@ -231,7 +231,7 @@ fn fill(ram: &Ram, pages: &[u8]) -> Result<()> {
 /// A null device that snapshots can be taken of, and whose requests are counted.
 fn layers() -> Result<Counting> {
     let null = Arc::new(Null::new(null::Config::plain(DISK_BYTES, 512))?);
-    Ok(Counting::new(Arc::new(Origin::new(null))))
+    Ok(Counting::new("null", Arc::new(Origin::new(null))))
 }
 
 /// An empty zoned drive with memory.

@@ -62,7 +62,8 @@ pub fn serve(args: &ServerArgs) -> Result<()> {
     match args.over {
         Over::Nbd | Over::NbdCounted => {
             let counted = matches!(args.over, Over::NbdCounted);
-            let device: Arc<dyn Device> = if counted { Arc::new(Counting::new(null)) } else { null };
+            let device: Arc<dyn Device> =
+                if counted { Arc::new(Counting::new("device", null)) } else { null };
             let server = export(device, &args.socket)?;
             until_told()?;
             server.shutdown(END_GRACE);

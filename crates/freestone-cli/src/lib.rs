@@ -47,7 +47,10 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{CommandFactory as _, Parser as _};
+use freestone::device::{REQUEST_SPANS, span_requests};
+use tracing::Level;
 use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::fmt::format::FmtSpan;
 use tracing_subscriber::prelude::*;
 
 use cli::{Cli, Command};
@@ -177,11 +180,17 @@ fn start_log(cli: &Cli) {
         (false, _) => LevelFilter::TRACE,
     };
     let asked: Option<Targets> = env::var("RUST_LOG").ok().and_then(|asked| asked.parse().ok());
+    let wanted = asked.unwrap_or_else(|| Targets::new().with_default(level));
+    if wanted.would_enable(REQUEST_SPANS, &Level::TRACE) {
+        span_requests();
+    }
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal() && !is_said(env::var_os("NO_COLOR").as_deref()))
         // A closed stderr must not end the server.
         .log_internal_errors(false)
-        .with_filter(asked.unwrap_or_else(|| Targets::new().with_default(level)));
+        // A span without events in it, as a request is, would not be seen.
+        .with_span_events(FmtSpan::CLOSE)
+        .with_filter(wanted);
     tracing_subscriber::registry().with(lines).init();
 }

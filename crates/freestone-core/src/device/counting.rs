@@ -4,7 +4,9 @@
 use std::cell::Cell;
 
 use crossbeam_utils::CachePadded;
+use tracing::Span;
 
+use super::watched::{self, Watched};
 use super::zoned::{AppendCompletion, Zone, ZoneOp, Zoned};
 use super::{
     Account, Buffer, Changes, Completion, Counted, Counter, Device, Error, Extent, Flags, Geometry, IoBuf,
@@ -52,19 +54,19 @@ struct Turn {
 }
 
 impl Counting {
-    /// All numbers are 0.
-    pub fn new(inner: Arc<dyn Device>) -> Self {
-        Self::of(inner, Arc::default())
+    /// A way into the device of that name; all numbers are 0.
+    pub fn new(name: &str, inner: Arc<dyn Device>) -> Self {
+        Self::of(name, inner, Arc::default())
     }
 
     /// Another way into the same device, with numbers of its own, which are also in this one's.
     #[must_use]
     pub fn another_way(&self) -> Self {
-        Self::of(Arc::clone(&self.inner), Arc::clone(&self.way.of_device))
+        Self::of(self.tally().device(), Arc::clone(&self.inner), Arc::clone(&self.way.of_device))
     }
 
-    fn of(inner: Arc<dyn Device>, of_device: Arc<Sum<Tally>>) -> Self {
-        let tally = Arc::<Tally>::default();
+    fn of(name: &str, inner: Arc<dyn Device>, of_device: Arc<Sum<Tally>>) -> Self {
+        let tally = Arc::new(Tally::new(name));
         of_device.take_in(Arc::clone(&tally));
         Self { inner, way: Way { tally, of_device }, shells: OnceLock::new() }
     }
@@ -103,6 +105,26 @@ impl Counting {
         self.inner.zoned().ok_or(Error::Unsupported)
     }
 
+    /// A try that is measured, or looked at.
+    #[cold]
+    #[inline(never)]
+    fn try_seen(&self, request: &Request, buffer: Buffer<'_>, is_due: bool) -> Result<Tried> {
+        if !watched::is_wanted() {
+            return self.try_measured(request, buffer);
+        }
+        let tally = &self.way.tally;
+        let watched = Watched::begin(tally, request.op.into(), request.offset, request.len, false);
+        let outcome = watched.within(|| {
+            if is_due {
+                return self.try_measured(request, buffer);
+            }
+            let outcome = self.inner.try_io(request, buffer);
+            self.tried(request, outcome)
+        });
+        watched.tried(tally, &outcome);
+        outcome
+    }
+
     /// A try that is measured.
     #[cold]
     #[inline(never)]
@@ -124,6 +146,23 @@ impl Counting {
         self.tried(request, outcome)
     }
 
+    #[cold]
+    #[inline(never)]
+    fn append_watched(
+        &self,
+        zones: &dyn Zoned,
+        offset: u64,
+        data: &[u8],
+        flags: Flags,
+    ) -> Result<Option<u64>> {
+        let tally = &self.way.tally;
+        let watched = Watched::begin(tally, Counter::Append, offset, data.len() as u64, false);
+        let outcome = watched.within(|| zones.try_append(offset, data, flags));
+        let tried = outcome.map(|place| place.map_or(Tried::WouldBlock, |_| Tried::Done));
+        watched.tried(tally, &tried);
+        outcome
+    }
+
     #[inline(never)]
     fn tried(&self, request: &Request, outcome: Result<Tried>) -> Result<Tried> {
         self.way.tally.counts().tried(request, &outcome);
@@ -135,6 +174,11 @@ impl Counting {
 }
 
 impl Way {
+    /// A request that is handed over, if somebody looks at it.
+    fn watched(&self, counter: Counter, offset: u64, bytes: u64) -> Option<Watched> {
+        watched::is_wanted().then(|| Watched::begin(&self.tally, counter, offset, bytes, true))
+    }
+
     /// A request that was submitted is answered.
     fn answered<T>(&self, counter: Counter, begun: Instant, outcome: &Result<T>) {
         self.tally.counts().ended();
@@ -152,7 +196,10 @@ impl Device for Counting {
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         if sampling::is_due() {
-            return self.try_measured(request, buffer);
+            return self.try_seen(request, buffer, true);
+        }
+        if watched::is_wanted() {
+            return self.try_seen(request, buffer, false);
         }
         let outcome = self.inner.try_io(request, buffer);
         // Nearly all are, and here is all that is done for these.
@@ -166,11 +213,17 @@ impl Device for Counting {
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
         let (way, begun) = (self.shell(), Instant::now());
         way.tally.counts().begun();
+        let watched = way.watched(request.op.into(), request.offset, request.len);
+        let span = watched.as_ref().map(Watched::span);
         let done = Completion::new(move |outcome, buffer| {
+            if let Some(watched) = watched {
+                watched.answered(&way.tally, &outcome);
+            }
             way.answered(request.op.into(), begun, &outcome);
             way.tally.counts().answered(&request, &outcome);
             done.complete(outcome, buffer);
         });
+        let _within = span.as_ref().map(Span::enter);
         self.inner.submit(request, buffer, done);
     }
 
@@ -207,7 +260,11 @@ impl Zoned for Counting {
     fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
         let zones = self.zones()?;
         let measured = sampling::is_due().then(|| (sampling::next(), Instant::now()));
-        let outcome = zones.try_append(offset, data, flags);
+        let outcome = if watched::is_wanted() {
+            self.append_watched(zones, offset, data, flags)
+        } else {
+            zones.try_append(offset, data, flags)
+        };
         if matches!(outcome, Ok(None)) {
             return outcome;
         }
@@ -228,7 +285,11 @@ impl Zoned for Counting {
         };
         let (way, begun, bytes) = (self.shell(), Instant::now(), data.len() as u64);
         way.tally.counts().begun();
+        let watched = way.watched(Counter::Append, offset, bytes);
         let done = Box::new(move |outcome| {
+            if let Some(watched) = watched {
+                watched.answered(&way.tally, &outcome);
+            }
             way.answered(Counter::Append, begun, &outcome);
             way.tally.counts().appended(bytes, &outcome);
             done(outcome);

@@ -22,11 +22,15 @@ mod failures;
 mod geometry;
 #[cfg(not(loom))]
 mod latency;
+#[cfg(not(loom))]
+mod probe;
 mod request;
 #[cfg(not(loom))]
 mod sampling;
 #[cfg(not(loom))]
 mod tally;
+#[cfg(not(loom))]
+mod watched;
 pub mod zoned;
 
 pub use blocking::Blocking;
@@ -52,6 +56,8 @@ pub use request::range_end;
 pub use request::{Buffer, Flags, Op, Request};
 #[cfg(not(loom))]
 pub use tally::{Account, Sum, Tally, Told};
+#[cfg(not(loom))]
+pub use watched::{REQUEST_SPANS, span_requests};
 pub use zoned::{Zone, ZoneGeometry, Zoned};
 
 /// How far a tried request came.

@@ -48,6 +48,7 @@ pub trait Told {
 /// Counters of one way into a device. One that nobody goes takes next to no memory.
 #[derive(Default)]
 pub struct Tally {
+    device: String,
     counts: OnceLock<OpCounts>,
     failed: Each<AtomicU64>,
     latency: Each<OnceLock<Box<Histogram>>>,
@@ -55,6 +56,16 @@ pub struct Tally {
 }
 
 impl Tally {
+    /// One of a device of this name. All numbers are 0.
+    pub fn new(device: &str) -> Self {
+        Self { device: device.to_owned(), ..Self::default() }
+    }
+
+    /// The device's name.
+    pub fn device(&self) -> &str {
+        &self.device
+    }
+
     /// The counters.
     #[inline]
     pub fn counts(&self) -> &OpCounts {

@@ -498,7 +498,7 @@ impl Entry {
         if let Some(ram) = kind.ram() {
             ram.set_name(&spec.name);
         }
-        let counting = device.map(|device| Arc::new(Counting::new(device)));
+        let counting = device.map(|device| Arc::new(Counting::new(&spec.name, device)));
         let device = counting.clone().map(|counting| counting as Arc<dyn Device>);
         Self {
             words: Words::default(),

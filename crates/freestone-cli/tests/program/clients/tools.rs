@@ -17,7 +17,8 @@ pub const MIB: u64 = 1 << 20;
 const CLIENT_SECONDS_MAX: u32 = 100;
 
 /// The clients and the Debian packages they are in.
-const PACKAGES: [(&str, &str); 16] = [
+const PACKAGES: [(&str, &str); 17] = [
+    ("gdb", "gdb"),
     ("fio", "fio"),
     ("nbdinfo", "libnbd-bin"),
     ("nbdcopy", "libnbd-bin"),

@@ -2,6 +2,7 @@
 
 mod hostile;
 mod openmetrics;
+mod requests;
 mod scrape;
 mod top;
 

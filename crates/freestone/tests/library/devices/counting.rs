@@ -13,7 +13,7 @@ fn ram() -> Arc<dyn Device> {
 
 #[test]
 fn it_conforms_over_what_does_all_at_once_and_what_defers() {
-    let counting = |inner: Arc<dyn Device>| -> Arc<dyn Device> { Arc::new(Counting::new(inner)) };
+    let counting = |inner: Arc<dyn Device>| -> Arc<dyn Device> { Arc::new(Counting::new("d", inner)) };
     conformance::check("counted", &|| counting(ram()), Options::default());
     let deferred = || counting(Arc::new(Deferred::new(ram(), Policy::Sometimes(30), 3)));
     conformance::check("counted, deferred", &deferred, Options::default());
@@ -22,7 +22,7 @@ fn it_conforms_over_what_does_all_at_once_and_what_defers() {
 #[test]
 fn each_request_counts_once_with_all_its_bytes() {
     for percent in [0, 40, 100] {
-        let device = Counting::new(Arc::new(Deferred::new(ram(), Policy::Sometimes(percent), 9)));
+        let device = Counting::new("d", Arc::new(Deferred::new(ram(), Policy::Sometimes(percent), 9)));
         for n in 0..50 {
             device.write_at(n * 65536, &vec![1; 65536], Flags::empty()).unwrap();
             device.read_at(n * 65536, &mut [0; 8192]).unwrap();
@@ -43,7 +43,7 @@ fn each_request_counts_once_with_all_its_bytes() {
 #[test]
 fn what_is_not_answered_is_in_flight() {
     let disk = Arc::new(Faulty::new(1 << 20, 512));
-    let device = Counting::new(disk.clone());
+    let device = Counting::new("d", disk.clone());
     disk.fault(Some(Op::Write), When::Always, What::Hang);
     for n in 0..3 {
         let request = Request::write(n * 512, 512);
