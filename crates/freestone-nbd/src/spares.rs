@@ -118,7 +118,9 @@ mod tests {
         }
         // What was handed over before is taken.
         spares.end();
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
         drop(taken);
         let ids: Vec<_> = taking.into_iter().collect();
         assert_eq!(ids.len(), LINKS as usize);
