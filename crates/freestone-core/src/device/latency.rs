@@ -72,7 +72,7 @@ impl Histogram {
     }
 }
 
-/// What a [`Histogram`] has counted, or several have together.
+/// What a histogram has counted, or several have together.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Latency {
     /// None is as good as all zero.
