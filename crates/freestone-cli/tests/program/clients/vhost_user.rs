@@ -111,7 +111,15 @@ fn a_device_is_a_machines_and_nbd_clients_at_once() {
     assert_eq!((&export["address"], &export["connections"]), (&json!(socket), &json!(1)));
     assert!(export["uri"].is_null(), "{export}");
     assert!(serve.text(&["list"]).contains(&socket));
-    assert_eq!(serve.json(&["stat", "r"])["exports"], listed["devices"][0]["exports"]);
+    // The same, and what came through each.
+    let mut counted = serve.json(&["stat", "r"])["exports"].take();
+    for export in counted.as_array_mut().unwrap() {
+        let export = export.as_object_mut().unwrap();
+        let (io, latency) = (export.remove("io").unwrap(), export.remove("latency").unwrap());
+        assert_eq!((&io["reads"], &io["writes"]), (&json!(1), &json!(1)), "{io}");
+        assert_eq!(latency["read"]["requests"], 1, "{latency}");
+    }
+    assert_eq!(counted, listed["devices"][0]["exports"]);
 
     for verb in ["unpublish", "remove", "reset"] {
         let refused = serve.refused(1, &[verb, "r"]);
