@@ -60,7 +60,7 @@ fn refusals_name_line_or_key() {
     for (text, sentence) in [
         (
             "ndb = 'unix:/a'",
-            "unknown key \"ndb\"; nbd?; the keys are nbd, ublk, control, state, save_every, save_after, save_timeout, socket_mode, socket_user, socket_group, control_mode, control_user, control_group, tls, tls_cert, tls_key, tls_client_ca, tls_client_crl, allow_plaintext, max_connections, max_memory_in_flight, device",
+            "unknown key \"ndb\"; nbd?; the keys are nbd, ublk, control, state, save_every, save_after, save_timeout, socket_mode, socket_user, socket_group, control_mode, control_user, control_group, tls, tls_cert, tls_key, tls_client_ca, tls_client_crl, allow_plaintext, max_connections, max_memory_in_flight, metrics, metrics_open, metrics_forks, device",
         ),
         ("max_connections = 0", "max_connections=0: must be a number from 1 to 65536"),
         ("max_connections = 65537", "max_connections=65537: must be a number from 1 to 65536"),
