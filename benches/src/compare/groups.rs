@@ -148,20 +148,19 @@ impl Group {
 }
 
 impl Bench<'_> {
+    /// Starts servers without TLS, whose devices have the size of the image.
+    pub fn starter<'a>(&'a self, image: &'a Path, bytes: u64) -> Starter<'a> {
+        let Self { place, peers, freestone, .. } = *self;
+        Starter { place, peers, freestone, image, bytes, tls: None }
+    }
+
     /// The groups on one data set. Only disks in memory are read again with other data: writes
     /// bring fio's own.
     pub fn run(&self, set: Set, all: bool) -> Result<Vec<Report>> {
         let data = Data::open(set, self.options.bytes(BYTES), self.options)?;
         let bytes = data.bytes() & !(MIB - 1);
         let image = self.place.image(&data, bytes)?;
-        let starter = Starter {
-            place: self.place,
-            peers: self.peers,
-            freestone: self.freestone,
-            image: &image,
-            bytes,
-            tls: None,
-        };
+        let starter = self.starter(&image, bytes);
         let groups = if all { Group::value_variants() } else { &[Group::Memory] };
         let groups =
             groups.iter().filter(|group| self.args.group.is_empty() || self.args.group.contains(group));

@@ -108,14 +108,7 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
     let data = Data::open(Set::Fio, bench.options.bytes(BYTES), bench.options)?;
     let bytes = data.bytes() & !((1 << 20) - 1);
     let image = bench.place.image(&data, bytes)?;
-    let starter = Starter {
-        place: bench.place,
-        peers: bench.peers,
-        freestone: bench.freestone,
-        image: &image,
-        bytes,
-        tls: None,
-    };
+    let starter = bench.starter(&image, bytes);
     let members: Vec<_> = DISKS.iter().map(|disk| start(*disk, &starter)).collect::<Result<_>>()?;
     let bound = Bound::new(&data)?;
     let rounds = bench.options.rounds(ROUNDS, QUICK_ROUNDS);

@@ -6,7 +6,6 @@ use freestone_report::Report;
 
 use super::groups::Bench;
 use super::machines::{self, DISKS, Member, Reached, Slice};
-use super::sides::Starter;
 use crate::data::Data;
 use crate::fio_nbd::{self, Amount, Direction};
 use crate::options::Set;
@@ -43,14 +42,7 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
     let data = Data::open(Set::Fio, bench.options.bytes(BYTES), bench.options)?;
     let bytes = data.bytes() & !((1 << 20) - 1);
     let image = bench.place.image(&data, bytes)?;
-    let starter = Starter {
-        place: bench.place,
-        peers: bench.peers,
-        freestone: bench.freestone,
-        image: &image,
-        bytes,
-        tls: None,
-    };
+    let starter = bench.starter(&image, bytes);
     let members: Vec<_> = DISKS.iter().map(|disk| machines::start(*disk, &starter)).collect::<Result<_>>()?;
     let rounds = bench.options.rounds(ROUNDS, QUICK_ROUNDS);
     let part = if bench.options.quick { QUICK_PART } else { 1 };

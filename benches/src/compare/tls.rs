@@ -50,14 +50,7 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
     let authority = Authority::new(dir.path().join("tls"));
     authority.sign("server", "localhost", Usage::Server);
     let tls = authority.dir();
-    let starter = Starter {
-        place: bench.place,
-        peers: bench.peers,
-        freestone: bench.freestone,
-        image: &image,
-        bytes,
-        tls: Some(tls),
-    };
+    let starter = Starter { tls: Some(tls), ..bench.starter(&image, bytes) };
     let running: Vec<Running> =
         SIDES.iter().map(|side| starter.start(*side).context(side.name())).collect::<Result<_>>()?;
     let (mut rows, mut notes) = (Vec::new(), Vec::new());

@@ -6,6 +6,7 @@ mod build;
 mod counted;
 mod file;
 mod fork;
+mod found;
 mod identity;
 mod image;
 mod names;

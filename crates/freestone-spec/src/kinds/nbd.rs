@@ -11,6 +11,7 @@ use freestone_nbd_client::{
 };
 use serde_json::{Value, json};
 
+use super::found::check_size;
 use super::names::IS_READ_ONLY;
 use super::registry::Registry;
 use super::{Asked, Built, Entry, Made, Spec, is_live};
@@ -19,7 +20,6 @@ use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, joined, parse_bool, parse_length, parse_path};
 use crate::layers::FAULT_KEYS;
 use crate::refusal::{Errno, Refusal};
-use crate::size::exact;
 use crate::times;
 
 pub(super) const NAME: &str = "nbd";
@@ -114,13 +114,7 @@ impl Asked for NbdSpec {
             tls: self.tls.clone(),
         };
         let device = Arc::new(Nbd::open(&config).map_err(|error| of_setup(&error))?);
-        let geometry = device.geometry();
-        let size = geometry.size - u64::from(geometry.padding);
-        if let Some(asked) = self.size.filter(|asked| *asked != size) {
-            let (asked, size) = (exact(asked), exact(size));
-            let why = format!("size={asked}: the export has {size}; leave size out to take it as it is");
-            return Err(Refusal::failed(Errno::EIO, why));
-        }
+        check_size(self.size, &device.geometry(), "export")?;
         Ok(Built { backing, ..Built::alone(Remote(Arc::clone(&device)), device) })
     }
 

@@ -8,6 +8,7 @@ use freestone::device::Device;
 use freestone_rbd::{Config, DEFAULT_TIMEOUT, ImageName, MAX_TIMEOUT, MIN_TIMEOUT, Rbd, SetupError};
 use serde_json::{Value, json};
 
+use super::found::check_size;
 use super::names::IS_READ_ONLY;
 use super::registry::Registry;
 use super::{Asked, Built, Entry, Made, Spec, is_live};
@@ -16,7 +17,6 @@ use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, joined, parse_bool, parse_length, parse_path};
 use crate::layers::FAULT_KEYS;
 use crate::refusal::{Errno, Refusal};
-use crate::size::exact;
 use crate::times;
 
 pub(super) const NAME: &str = "rbd";
@@ -93,13 +93,7 @@ impl Asked for RbdSpec {
             ..Config::new(self.image.clone())
         };
         let device = Arc::new(Rbd::open(&config).map_err(|error| of_setup(&error))?);
-        let geometry = device.geometry();
-        let size = geometry.size - u64::from(geometry.padding);
-        if let Some(asked) = self.size.filter(|asked| *asked != size) {
-            let (asked, size) = (exact(asked), exact(size));
-            let why = format!("size={asked}: the image has {size}; leave size out to take it as it is");
-            return Err(Refusal::failed(Errno::EIO, why));
-        }
+        check_size(self.size, &device.geometry(), "image")?;
         Ok(Built { backing, ..Built::alone(Image(Arc::clone(&device)), device) })
     }
 
