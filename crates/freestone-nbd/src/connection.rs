@@ -3,12 +3,11 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvFlags, Shutdown, shutdown};
 
 use crate::handshake::{End, Handshake};
 use crate::link::Link;
-use crate::receive::receive_into;
+use crate::receive::{Patience, receive_into};
 use crate::session::Session;
 use crate::shared::ServerShared;
 use crate::template::OnEnd;
@@ -72,25 +71,20 @@ fn serve(shared: &ServerShared, link: &Link, on_end: &mut OnEnd) {
 #[inline(never)]
 fn linger(link: &Link) {
     let _ = shutdown(link.socket(), Shutdown::Write);
-    let deadline = Instant::now() + LINGER;
+    let patience = Patience { silence: LINGER, deadline: Instant::now() + LINGER };
     let mut waste = [0_u8; 16 << 10];
     loop {
         match receive_into(link.socket(), RecvFlags::DONTWAIT, &mut waste) {
             Err(rustix::io::Errno::WOULDBLOCK) => {}
             Ok(0) | Err(_) => return,
             Ok(_) => {
-                if Instant::now() >= deadline {
+                if Instant::now() >= patience.deadline {
                     return;
                 }
                 continue;
             }
         }
-        let left = deadline.saturating_duration_since(Instant::now());
-        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
-        if !matches!(
-            poll(&mut [PollFd::from_borrowed_fd(link.socket(), PollFlags::IN)], Some(&left)),
-            Ok(1..)
-        ) {
+        if patience.wait(link.socket()).is_err() {
             return;
         }
     }

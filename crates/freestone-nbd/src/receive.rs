@@ -1,4 +1,4 @@
-//! Receive system calls, and how long they are waited for in a handshake.
+//! Receive system calls, and how long they are waited for outside of the transmission phase.
 
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
@@ -35,7 +35,7 @@ pub fn receive_into(socket: BorrowedFd<'_>, flags: RecvFlags, buf: &mut [u8]) ->
     rustix::io::retry_on_intr(|| recv(socket, &mut *buf, flags).map(|(n, _)| n))
 }
 
-/// How long a client may take in its handshake.
+/// How long a client is waited for: in its handshake, and once more at its end.
 #[derive(Debug, Clone, Copy)]
 pub struct Patience {
     /// Without a byte.
