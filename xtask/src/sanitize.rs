@@ -90,7 +90,7 @@ const NO_RACES_TO_FIND: [&str; 35] = [
     "store::faults",
     "store::pushes",
     // It counts descriptors and memory, of which the sanitizer has its own.
-    "tls_leaks",
+    "leaks",
 ];
 /// Those that only the sweep runs under `AddressSanitizer`: what they run of the code without
 /// checked memory, others run, too.
