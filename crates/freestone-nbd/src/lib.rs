@@ -31,6 +31,7 @@ mod limits;
 mod link;
 mod listen;
 mod newcomers;
+mod pace;
 mod receive;
 mod replies;
 mod reply;

@@ -23,6 +23,9 @@ pub struct Limits {
     /// Connections at once that have not chosen an export, at least one. Further ones wait, not
     /// accepted, until one of them has, or the oldest was there for [`NEWCOMER_GRACE`] and is closed.
     pub max_newcomers: usize,
+    /// Connections that are accepted a second, at least one, after a burst of 64. Further ones wait, not
+    /// accepted: what they cost is time of those that are connected.
+    pub connects_per_second: u32,
     /// Bytes that all connections together may hold for requests that are not answered; a request
     /// that finds none waits. At least [`budget::MIN_BYTES`](freestone_core::budget::MIN_BYTES).
     pub max_memory_in_flight: u64,
@@ -37,6 +40,7 @@ impl Default for Limits {
         Self {
             max_connections: 1024,
             max_newcomers: 128,
+            connects_per_second: 2000,
             max_memory_in_flight: budget::DEFAULT_BYTES,
             handshake_silence: Duration::from_secs(10),
             handshake_total: Duration::from_secs(60),

@@ -17,8 +17,9 @@ use thiserror::Error;
 
 use crate::address::Address;
 
-/// Connections that wait to be accepted; the kernel may allow fewer.
-const BACKLOG: i32 = 128;
+/// Connections that wait to be accepted; the kernel may allow fewer. Beyond it those that do not block
+/// fail at a Unix socket, so there is room for many that come at once.
+const BACKLOG: i32 = 4096;
 
 /// Why a server cannot listen at an address.
 #[derive(Debug, Error)]

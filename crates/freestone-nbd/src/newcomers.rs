@@ -24,7 +24,7 @@ pub enum Room {
     Free,
     /// It may, in the place of this one, which was here for longer than anybody needs.
     For(Arc<Link>),
-    /// Not before one has gone, or this moment.
+    /// Not before this moment, or before one has gone.
     From(Instant),
 }
 

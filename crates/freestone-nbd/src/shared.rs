@@ -93,6 +93,7 @@ impl ServerShared {
     pub fn admit(&self, listener: u64, socket: OwnedFd, peer: String) -> Option<Arc<Link>> {
         let mut tables = self.lock();
         tables.accepted += 1;
+        tables.pace.accepted(self.limits.connects_per_second, Instant::now());
         if tables.connections.len() >= self.limits.max_connections {
             tables.refused += 1;
             drop(tables);
@@ -216,7 +217,11 @@ impl ServerShared {
                 return Next::Stop;
             }
             let (expired, until) = tables.expired(now);
-            (expired, until, tables.newcomers.room(self.limits.max_newcomers, now))
+            let room = match tables.pace.due(self.limits.connects_per_second, now) {
+                Some(due) => Room::From(due),
+                None => tables.newcomers.room(self.limits.max_newcomers, now),
+            };
+            (expired, until, room)
         };
         for (link, due) in expired {
             tracing::info!(peer = %link.peer(), ?due, "the connection's time is up");

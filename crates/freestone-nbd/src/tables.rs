@@ -16,6 +16,7 @@ use crate::export::{Clients, EnterError, Export, ExportInfo, Source};
 use crate::limits::END_GRACE;
 use crate::link::Link;
 use crate::newcomers::Newcomers;
+use crate::pace::Pace;
 use crate::proto::MAX_STRING_BYTES;
 use crate::stats::Stats;
 
@@ -79,6 +80,8 @@ pub struct Tables {
     pub connections: HashMap<u64, Connection>,
     /// Those that have no export yet.
     pub newcomers: Newcomers,
+    /// How fast they come.
+    pub pace: Pace,
     /// Names of exports that nobody gets now, with how often each is held.
     held: HashMap<String, usize>,
     /// By moment and connection: the ends of templates' devices.

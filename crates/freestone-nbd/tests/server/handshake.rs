@@ -1,7 +1,7 @@
 //! Options, one by one.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::common::client::{
     ACK, ERR_INVALID, ERR_TOO_BIG, ERR_UNKNOWN, ERR_UNSUP, INFO, META_CONTEXT, SERVER, context_data,
@@ -421,6 +421,27 @@ fn connections_are_bounded() {
     first.disconnect();
     eventually(|| fixture.server.connections("disk") == 1);
     fixture.enter(false).disconnect();
+}
+
+#[test]
+fn connections_come_at_a_pace() {
+    let fixture = Fixture::with(Limits { connects_per_second: 100, ..Limits::default() });
+    let device: Arc<MemDevice> = MemDevice::new(MIB);
+    fixture.publish("disk", &device);
+    let mut here = fixture.enter(false);
+    let begun = Instant::now();
+    // The kernel takes them all at once; the server greets them when it is their turn.
+    let mut others: Vec<_> = (0..100).map(|_| fixture.connect()).collect();
+    // Nobody who is there waits for them.
+    assert_eq!(here.write(0, 0, &[1; 512]), 0);
+    others[99].greet(3);
+    let all = begun.elapsed();
+    // 64 are free, the other 36 take 10 ms each.
+    assert!(all >= Duration::from_millis(360), "{all:?}");
+    assert_eq!(fixture.server.stats().refused, 0);
+    drop(others);
+    here.disconnect();
+    fixture.assert_sound();
 }
 
 /// Many small options at once fill the reply buffer to its last bytes just before the reply to the
