@@ -45,6 +45,15 @@ pub struct AccessArgs {
     /// Its group
     #[arg(long, value_name = "GROUP")]
     control_group: Option<String>,
+    /// Mode of the socket of --control-read-only [default: 0600]
+    #[arg(long, value_name = "OCTAL", value_parser = access::mode)]
+    control_read_only_mode: Option<u32>,
+    /// Its owner
+    #[arg(long, value_name = "USER")]
+    control_read_only_user: Option<String>,
+    /// Its group
+    #[arg(long, value_name = "GROUP")]
+    control_read_only_group: Option<String>,
 }
 
 /// Who may connect, as it was said and as it is.
@@ -63,6 +72,8 @@ pub struct AccessOf {
     pub sockets: Who,
     /// The control socket.
     pub control: Who,
+    /// The one that changes nothing.
+    pub control_read_only: Who,
 }
 
 impl AccessOf {
@@ -75,17 +86,44 @@ impl AccessOf {
         };
         let sockets = words(args.socket_mode, &args.socket_user, &args.socket_group);
         let control = words(args.control_mode, &args.control_user, &args.control_group);
+        let read_only =
+            words(args.control_read_only_mode, &args.control_read_only_user, &args.control_read_only_group);
         let of_file = |words: fn(&FileConfig) -> &AccessWords| {
             file.map(|(file, path)| (words(file).clone(), format!("{}: ", path.display())))
         };
         Ok(Self {
             sockets: Who::new(sockets, "socket", of_file(|file| &file.sockets))?,
             control: Who::new(control, "control", of_file(|file| &file.control_socket))?,
+            control_read_only: Who::new(
+                read_only,
+                "control_read_only",
+                of_file(|file| &file.control_read_only_socket),
+            )?,
         })
     }
 }
 
 impl AccessOf {
+    /// All of them, behind what their keys begin with.
+    pub fn each(&self) -> [(&'static str, &Who); 3] {
+        [
+            ("socket", &self.sockets),
+            ("control", &self.control),
+            ("control_read_only", &self.control_read_only),
+        ]
+    }
+
+    /// Refuses what is said of a socket that is not there.
+    pub fn check_read_only(&self, is_there: bool) -> Result<(), Usage> {
+        match self.control_read_only.words.keys("control_read_only").first() {
+            Some((key, _)) if !is_there => {
+                let key = key.replace('_', "-");
+                Err(Usage(format!("--{key}: without --control-read-only there is no such socket")))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Warns where a mode lets others in, and the directory, which is ours alone, does not.
     pub fn warn_of_private(&self, dir: &Path, sockets_are_there: bool, control_is_there: bool) {
         for (is_there, who, what, option) in [
@@ -108,7 +146,7 @@ impl AccessOf {
 impl Who {
     fn new(args: AccessWords, what: &str, file: Option<(AccessWords, String)>) -> Result<Self, Usage> {
         // Each is asked for where it is said, so that what is wrong is named as it stands there.
-        resolved(&args, |part| format!("--{what}-{part}"))?;
+        resolved(&args, |part| format!("--{}-{part}", what.replace('_', "-")))?;
         let words = match file {
             Some((words, at)) => {
                 resolved(&words, |part| format!("{at}{what}_{part}"))?;
@@ -132,6 +170,16 @@ fn resolved(words: &AccessWords, key: impl Fn(&str) -> String) -> Result<Access,
     let user = number("user", &words.user, user_of)?;
     let group = number("group", &words.group, group_of)?;
     Ok(Access { mode: words.mode.unwrap_or(Access::default().mode), user, group })
+}
+
+/// The number of a user. Half a sentence where there is none.
+pub fn find_user(text: &str) -> Result<u32, String> {
+    find_number(text, "user", user_of)
+}
+
+/// The number of a group. Half a sentence where there is none.
+pub fn find_group(text: &str) -> Result<u32, String> {
+    find_number(text, "group", group_of)
 }
 
 /// The number of a user or group by its name; `None` where there is none.

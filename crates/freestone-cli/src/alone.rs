@@ -49,7 +49,11 @@ impl Alone {
             Self::VhostUser(export) => Place::VhostUser(export.path().to_owned()),
             Self::Ublk(export) => Place::Ublk(export.queues()),
         };
-        Wanted { place, read_only: self.is_read_only() }
+        let allow = match self {
+            Self::VhostUser(export) => export.allow(),
+            Self::Ublk(_) => None,
+        };
+        Wanted { place, read_only: self.is_read_only(), allow }
     }
 
     /// Whether it cannot be written.

@@ -65,6 +65,10 @@ pub fn announce(service: &Service, control: &Path) {
     if let Some(url) = service.metrics_url.get() {
         let _ = writeln!(text, "metrics: {url}");
     }
+    if let Some(socket) = service.control_read_only.get() {
+        let socket = quote(&socket.display().to_string());
+        let _ = writeln!(text, "read-only: freestone list --control {socket}");
+    }
     let _ = writeln!(text, "control: freestone list --control {}", quote(&control.display().to_string()));
     let mut out = io::stdout().lock();
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());

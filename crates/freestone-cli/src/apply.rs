@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread;
 
-use freestone_nbd::Address;
+use freestone_nbd::{Address, AllowList};
 use freestone_spec::config::FileConfig;
 use freestone_spec::entries::a_kind;
 use freestone_spec::kinds::{Entry, Spec};
@@ -20,9 +20,11 @@ use freestone_state::State;
 use serde_json::{Map, Value};
 use tracing::{error, info};
 
+use crate::allow;
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::declared::{self, Declared};
+use crate::handshake;
 use crate::paths::parse_address;
 use crate::places::{Place, Seen, Wanted};
 use crate::recording::Recording;
@@ -68,6 +70,8 @@ enum Change {
     Set(String, Map<String, Value>),
     Create(Box<Declared>),
     ShowHome(String),
+    AllowHome(AllowList),
+    Allow(String, Place, Option<AllowList>),
     Show(String, Wanted),
     Withhold(String, Seen),
 }
@@ -85,6 +89,8 @@ impl fmt::Display for Change {
             }
             Self::Create(declared) => write!(f, "create {}", declared.spec.words),
             Self::ShowHome(name) => write!(f, "publish {name}"),
+            Self::AllowHome(list) => write!(f, "allow {list} at the addresses of the server"),
+            Self::Allow(_, place, list) => write!(f, "allow {} at {place}", allow::shown(list.as_ref())),
             Self::Show(name, wanted) => {
                 let how = if wanted.read_only { ", read-only" } else { "" };
                 write!(f, "publish {name} at {}{how}", wanted.place)
@@ -106,11 +112,37 @@ pub fn apply(service: &Service, path: &Path, extent: Extent) -> Result<Vec<Strin
         declared::as_block_devices(&mut devices);
     }
     check_server(service, &file, path)?;
-    bring_in(service, &devices, extent)
+    let home = file.allow.as_deref().map(|words| home_list(service, words)).transpose();
+    let home = home.map_err(|why| Fault::invalid(format!("{}: allow: {why}", path.display())))?;
+    if let Some(list) = &home
+        && let Some(is) = service.exports.fixed_home_allow()
+        && is != *list
+    {
+        let why = format!("{}: allow: the command line of the server says {is}, which holds", path.display());
+        return Err(Fault::failed(Errno::EBUSY, why));
+    }
+    bring_in_all(service, &devices, home, extent)
+}
+
+/// Who is to be let in at the addresses of the server.
+fn home_list(service: &Service, words: &[String]) -> Result<AllowList, String> {
+    let list = allow::parse(words)?;
+    service.exports.home().iter().try_for_each(|address| allow::check(&list, address))?;
+    Ok(list)
 }
 
 /// Brings in these devices.
 pub fn bring_in(service: &Service, devices: &[Declared], extent: Extent) -> Result<Vec<String>, Fault> {
+    bring_in_all(service, devices, None, extent)
+}
+
+/// The same, and who may connect to the addresses of the server, where that is said.
+fn bring_in_all(
+    service: &Service,
+    devices: &[Declared],
+    home: Option<AllowList>,
+    extent: Extent,
+) -> Result<Vec<String>, Fault> {
     let known = service.declarations.names();
     let all = if extent.prune { service.registry.all() } else { Vec::new() };
     let mut own: HashSet<&str> = devices.iter().map(|device| device.spec.name.as_str()).collect();
@@ -118,9 +150,14 @@ pub fn bring_in(service: &Service, devices: &[Declared], extent: Extent) -> Resu
     own.extend(all.iter().filter(|entry| entry.template.is_none()).map(|entry| entry.name()));
     let shared: Vec<&str> = devices.iter().filter_map(|device| device.spec.kind.below()).collect();
     own.extend(devices.iter().flat_map(|device| device.spec.kind.changes()));
+    let beside: Vec<String> = devices.iter().flat_map(|device| beside(service, device)).collect();
+    own.extend(beside.iter().map(String::as_str));
     let own: Vec<&str> = own.into_iter().collect();
     let claim = service.claim_over_all("apply", &own, &shared)?;
-    let changes = Plan { service, devices, extent }.changes()?;
+    let mut changes = Plan { service, devices, extent }.changes()?;
+    if let Some(list) = home.filter(|list| service.exports.home_allow().as_ref() != Some(list)) {
+        changes.insert(0, Change::AllowHome(list));
+    }
     if extent.check {
         return Ok(changes.iter().map(ToString::to_string).collect());
     }
@@ -141,6 +178,34 @@ pub fn bring_in(service: &Service, devices: &[Declared], extent: Extent) -> Resu
     }
     recording.commit()?;
     Ok(done)
+}
+
+/// Who is to be let in otherwise than now, at places of a device that are there.
+fn lists(service: &Service, device: &Declared) -> Vec<(Place, Option<AllowList>)> {
+    let name = &device.spec.name;
+    let known = service.declarations.of(name);
+    let of = |asked: &Wanted| {
+        // Of port 0 there may be several.
+        let is_other = |before: &Wanted| device.exports.contains(before) && before != asked;
+        let of_place = |(before, _): &&(Wanted, Place)| before.place == asked.place && !is_other(before);
+        let before = known.iter().find(|(before, _)| before == asked).or_else(|| known.iter().find(of_place));
+        let place = before.map_or(&asked.place, |(_, at)| at);
+        // Without a list a file says nothing of one that no file has said.
+        let is_said = asked.allow.is_some() || before.is_some_and(|(before, _)| before.allow.is_some());
+        let is_new = service.exports.differs(name, place, asked.allow.as_ref());
+        (is_said && is_new).then(|| (place.clone(), asked.allow.clone()))
+    };
+    device.exports.iter().filter_map(of).collect()
+}
+
+/// What else is published where that changes: the list is of an address, and so of all that is there.
+fn beside(service: &Service, device: &Declared) -> Vec<String> {
+    let addresses = lists(service, device).into_iter().filter_map(|(place, _)| match place {
+        Place::Nbd(address) => Some(address),
+        Place::VhostUser(_) | Place::Ublk(_) => None,
+    });
+    let all = addresses.flat_map(|address| service.exports.nbd.exports_at(&address));
+    all.map(|export| export.name).collect()
 }
 
 /// What concerns the server as a whole is for its next start.
@@ -173,6 +238,13 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
     {
         return differs("control", is.display().to_string());
     }
+    if let Some(control) = &file.control_read_only {
+        let is = service.control_read_only.get();
+        if std::path::absolute(file.base.join(control)).ok().as_ref() != is {
+            let is = is.map_or_else(|| "none".to_owned(), |is| is.display().to_string());
+            return differs("control_read_only", is);
+        }
+    }
     if let Some(asked) = &file.state {
         let is = service.records.state().map(State::dir);
         if std::path::absolute(file.base.join(asked)).ok().as_deref() != is {
@@ -183,12 +255,9 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
     for (key, value) in asked {
         same(key, &value, now.iter().find(|(known, _)| *known == key).map(|(_, is)| is))?;
     }
-    let access = &service.access;
-    for (prefix, said, is) in [
-        ("socket", &file.sockets, &access.sockets.words),
-        ("control", &file.control_socket, &access.control.words),
-    ] {
-        let now = is.keys(prefix);
+    let said = [&file.sockets, &file.control_socket, &file.control_read_only_socket];
+    for ((prefix, is), said) in service.access.each().into_iter().zip(said) {
+        let now = is.words.keys(prefix);
         for (key, value) in said.keys(prefix) {
             same(&key, &value, now.iter().find(|(known, _)| *known == key).map(|(_, is)| is))?;
         }
@@ -202,6 +271,9 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
     let limits = &service.limits;
     if file.max_connections.is_some_and(|most| most as usize != limits.max_connections) {
         return differs("max_connections", limits.max_connections.to_string());
+    }
+    if let Some((key, is)) = handshake::differs(file, limits) {
+        return differs(key, is);
     }
     if file.max_memory_in_flight.is_some_and(|most| most != limits.max_memory_in_flight) {
         return differs("max_memory_in_flight", freestone_spec::size::exact(limits.max_memory_in_flight));
@@ -220,6 +292,14 @@ impl Plan<'_> {
     fn changes(&self) -> Result<Vec<Change>, Fault> {
         let mut changes = Vec::new();
         let removed = self.removals(&mut changes)?;
+        for device in self.devices {
+            for (place, list) in lists(self.service, device) {
+                let is_planned = |change: &Change| matches!(change, Change::Allow(_, at, _) if at.is(&place));
+                if !changes.iter().any(is_planned) {
+                    changes.push(Change::Allow(device.spec.name.clone(), place, list));
+                }
+            }
+        }
         let mut there: HashSet<String> = HashSet::new();
         for device in self.devices {
             let name = &device.spec.name;
@@ -288,7 +368,8 @@ impl Plan<'_> {
             let chosen = |(is, _): &&(Wanted, bool)| {
                 is.read_only == asked.read_only && is.place.has_chosen_port_of(&asked.place)
             };
-            (is.exports.iter().find(chosen).map_or(asked, |(is, _)| is).clone(), device.is_of_file())
+            let place = is.exports.iter().find(chosen).map_or(&asked.place, |(is, _)| &is.place);
+            (Wanted { place: place.clone(), ..asked.clone() }, device.is_of_file())
         });
         Seen { home, exports: by_hand.cloned().chain(of_file).collect() }
     }
@@ -314,13 +395,13 @@ impl Plan<'_> {
         let is_shown = |wanted: &Wanted| {
             let read_only = wanted.read_only || entry.is_read_only();
             let at = |place: &Place| live.iter().any(|is| is.place.is(place) && is.read_only == read_only);
-            at(&wanted.place) || known.iter().any(|(before, place)| before == wanted && at(place))
+            at(&wanted.place) || known.iter().any(|(before, place)| before.is_asked_as(wanted) && at(place))
         };
         let is_wanted = |place: &Place| {
             let by = |wanted: &Wanted| {
                 is_shown(wanted)
                     && (wanted.place.is(place)
-                        || known.iter().any(|(before, at)| before == wanted && at.is(place)))
+                        || known.iter().any(|(before, at)| before.is_asked_as(wanted) && at.is(place)))
             };
             device.exports.iter().any(by)
         };
@@ -418,6 +499,13 @@ fn make(service: &Service, claim: &Claim<'_>, change: Change, extent: Extent) ->
             }
         }
         Change::Withhold(name, seen) => service.withheld.put(&name, seen),
+        Change::AllowHome(list) => exports.set_home_allow(&list),
+        Change::Allow(name, place, list) => {
+            exports.set_allow(&name, &place, list.as_ref());
+            for name in declarations.names() {
+                declarations.allow(&name, &place, list.as_ref());
+            }
+        }
         Change::ShowHome(name) => exports.publish_home(claim, &service.find(&name)?)?,
         Change::Show(name, wanted) => {
             let shown = exports.show_at(claim, &service.find(&name)?, &wanted)?;

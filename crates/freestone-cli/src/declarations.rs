@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use freestone_nbd::AllowList;
+
 use crate::alone::Shown;
 use crate::places::{Place, Wanted};
 
@@ -28,6 +30,15 @@ impl Declarations {
             Shown::Alone(export) => export.wanted().place,
         };
         self.lock().entry(name.to_owned()).or_default().push((wanted.clone(), place));
+    }
+
+    /// Who may connect to an export of a file is said otherwise.
+    pub fn allow(&self, name: &str, place: &Place, list: Option<&AllowList>) {
+        if let Some(exports) = self.lock().get_mut(name) {
+            for (wanted, _) in exports.iter_mut().filter(|(_, at)| at.is(place)) {
+                wanted.allow = list.cloned();
+            }
+        }
     }
 
     /// A device is gone.

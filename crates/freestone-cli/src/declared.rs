@@ -1,10 +1,11 @@
 //! Devices that a file declares, with the places where they are to be seen: checked as far as that
 //! goes without opening anything.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use anyhow::Result;
+use freestone_nbd::{Address, AllowList};
 use freestone_spec::config::{self, ConfigError, FileConfig};
 use freestone_spec::kinds::{KindSpec, Spec};
 
@@ -46,6 +47,8 @@ pub fn read(path: &Path) -> Result<FileConfig> {
 pub fn devices(file: &FileConfig, path: &Path) -> Result<Vec<Declared>, Usage> {
     let mut names = HashSet::new();
     let mut devices = Vec::new();
+    // By address: the first device there, and its list.
+    let mut lists: HashMap<Place, (String, Option<AllowList>)> = HashMap::new();
     for words in &file.devices {
         let at = |line: usize, why: String| Usage(format!("{}: line {line}: {why}", path.display()));
         for (entries, exports) in words.each() {
@@ -64,6 +67,18 @@ pub fn devices(file: &FileConfig, path: &Path) -> Result<Vec<Declared>, Usage> {
                 if wanted.iter().any(|other| other.place.is(&one.place)) {
                     return Err(of_device(export.line, "export: the same place twice".into()));
                 }
+                let is_shared = matches!(one.place, Place::Nbd(_)) && one.place.is_fixed();
+                if is_shared {
+                    let first = || (name.clone(), one.allow.clone());
+                    let (other, list) = lists.entry(one.place.clone()).or_insert_with(first);
+                    if *list != one.allow {
+                        let why = format!(
+                            "export: allow: is of {} as a whole, and {other} says otherwise",
+                            one.place
+                        );
+                        return Err(of_device(export.line, why));
+                    }
+                }
                 wanted.push(one);
             }
             if !names.insert(name.clone()) {
@@ -74,6 +89,20 @@ pub fn devices(file: &FileConfig, path: &Path) -> Result<Vec<Declared>, Usage> {
         }
     }
     Ok(devices)
+}
+
+/// Refuses a list of who may connect to an address of the server, which has its own, or none.
+pub fn check_lists(devices: &[Declared], home: &[Address], list: Option<&AllowList>) -> Result<(), Usage> {
+    for Declared { spec, exports, at } in devices {
+        let is_other = |wanted: &&Wanted| wanted.allow.is_some() && wanted.allow.as_ref() != list;
+        for Wanted { place, .. } in exports.iter().filter(is_other) {
+            if matches!(place, Place::Nbd(address) if home.contains(address)) && place.is_fixed() {
+                let why = format!("export: allow: {place} is an address of the server, and has its list");
+                return Err(Usage(format!("{at}{}: {why}", spec.name)));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The names of what these are to have to themselves.
@@ -90,7 +119,7 @@ pub fn as_block_devices(devices: &mut [Declared]) {
         // was said.
         let published = spec.publish.unwrap_or_else(|| !taken.contains(&spec.name));
         let is_template = matches!(spec.kind, KindSpec::Template(_));
-        let wanted = Wanted { place: Place::Ublk(0), read_only: false };
+        let wanted = Wanted { place: Place::Ublk(0), read_only: false, allow: None };
         if published && !is_template && !device.exports.iter().any(|other| other.place.is(&wanted.place)) {
             device.exports.push(wanted);
         }

@@ -1,8 +1,9 @@
 //! Where a device is to be seen now, as verbs tell it.
 
-use freestone_nbd::{Address, ExportInfo};
+use freestone_nbd::{Address, AllowList, ExportInfo};
 use serde::{Deserialize, Serialize};
 
+use crate::allow::words;
 use crate::alone::Alone;
 
 /// Where a device is published.
@@ -21,6 +22,9 @@ pub struct Export {
     pub template: bool,
     /// Open connections.
     pub connections: usize,
+    /// Who may connect, where not all may who can.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub allow: Vec<String>,
 }
 
 impl Export {
@@ -30,8 +34,9 @@ impl Export {
     }
 }
 
-impl From<ExportInfo> for Export {
-    fn from(info: ExportInfo) -> Self {
+impl Export {
+    /// An export of the NBD server at an address with this list.
+    pub fn of_nbd(info: &ExportInfo, allow: Option<&AllowList>) -> Self {
         Self {
             address: info.address.to_string(),
             uri: (info.address != Address::Stdin).then(|| info.uri()),
@@ -39,6 +44,7 @@ impl From<ExportInfo> for Export {
             default: info.default,
             template: info.template,
             connections: info.connections,
+            allow: allow.map(words).unwrap_or_default(),
         }
     }
 }
@@ -52,6 +58,7 @@ impl From<&Alone> for Export {
             default: false,
             template: false,
             connections: export.connections(),
+            allow: export.wanted().allow.as_ref().map(words).unwrap_or_default(),
         }
     }
 }

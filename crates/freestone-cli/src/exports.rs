@@ -1,17 +1,20 @@
 //! Where devices are to be seen: at NBD addresses, each with any number of devices, and as exports of
 //! one device alone.
 
+mod lists;
+mod refused;
+
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use freestone::device::{Counting, Device};
 use freestone::ram::NoWaiting;
 use freestone_nbd::{
-    Access, Address, ExportInfo, ExportOptions, Limits, ListenError, PublishError, Server, TemplateOptions,
+    Access, Address, AllowList, ExportInfo, ExportOptions, Limits, ListenError, PublishError, Server,
+    TemplateOptions,
 };
 use freestone_spec::kinds::registry::Registry;
 use freestone_spec::kinds::{Entry, KindSpec, Spec};
@@ -29,10 +32,9 @@ use crate::loops;
 use crate::places::{Place, Wanted};
 use crate::template;
 use crate::tls::{self, Tls};
+pub use refused::check_own;
+use refused::{errno_of, in_use};
 
-/// How long it may take until the server sees that a client has left, and how often it is looked.
-const LEFT_MAX: Duration = Duration::from_millis(200);
-const LEFT_PAUSE: Duration = Duration::from_millis(2);
 /// How long the end of an export waits for what is in flight.
 const END_GRACE: Duration = Duration::from_secs(5);
 /// How long a restart waits for a call of a device, as the NBD server does.
@@ -63,6 +65,10 @@ pub struct Exports {
 struct Addresses {
     /// The addresses of the command line: there as long as the server.
     home: Vec<Address>,
+    /// Who may connect to these; `None`: whoever can.
+    allow: Option<AllowList>,
+    /// The command line says so, and no file changes that.
+    allow_is_fixed: bool,
     /// Those of them at which it does not listen yet.
     planned: Vec<Address>,
     /// Addresses that `publish` opened, with the number of their exports; closed when the last one
@@ -101,7 +107,10 @@ impl Exports {
 
     /// Where a device is published.
     pub fn of(&self, name: &str) -> Vec<Export> {
-        let nbd = self.nbd.exports_named(name).into_iter().map(Export::from);
+        let nbd = self.nbd.exports_named(name).into_iter().map(|export| {
+            let allow = self.nbd.allow_at(&export.address);
+            Export::of_nbd(&export, allow.as_ref())
+        });
         nbd.chain(self.alone_of(name).iter().map(|export| Export::from(&**export))).collect()
     }
 
@@ -109,7 +118,10 @@ impl Exports {
     pub fn wanted(&self, name: &str) -> Vec<Wanted> {
         let home = self.home();
         let nbd = self.nbd.exports_named(name).into_iter().filter(|export| !home.contains(&export.address));
-        let nbd = nbd.map(|export| Wanted { place: Place::Nbd(export.address), read_only: export.read_only });
+        let nbd = nbd.map(|export| {
+            let allow = self.nbd.allow_at(&export.address);
+            Wanted { place: Place::Nbd(export.address), read_only: export.read_only, allow }
+        });
         let alone = self.alone_of(name);
         nbd.chain(alone.iter().map(|export| export.wanted())).collect()
     }
@@ -170,12 +182,14 @@ impl Exports {
     /// got.
     pub fn listen_home(&self, address: &Address) -> Result<Address, Fault> {
         self.tls.check_address(address).map_err(Fault::invalid)?;
-        self.at_home(self.nbd.listen_as(address, &self.access))
+        self.at_home(self.nbd.listen_as(address, &self.access, self.home_allow()))
     }
 
     /// The same with a socket that listens already.
     pub fn adopt_home(&self, socket: OwnedFd) -> Result<Address, Fault> {
-        let at = self.at_home(self.nbd.adopt(socket))?;
+        let allow = self.home_allow();
+        let at = self.at_home(self.nbd.adopt(socket, allow.clone()))?;
+        lists::check(allow.as_ref(), &at)?;
         self.tls.check_address(&at).map(|()| at).map_err(Fault::invalid)
     }
 
@@ -190,7 +204,7 @@ impl Exports {
     pub fn publish_home(&self, claim: &Claim<'_>, entry: &Arc<Entry>) -> Result<(), Fault> {
         for address in self.home() {
             if !self.is_at(entry.name(), &address) {
-                self.publish(claim, entry, &address, false)?;
+                self.publish(claim, entry, &address, false, None)?;
             }
         }
         Ok(())
@@ -205,7 +219,8 @@ impl Exports {
         Err(Fault::failed(Errno::EBUSY, why))
     }
 
-    /// Publishes a device at an address, and listens there if nobody does. The first export of an
+    /// Publishes a device at an address, and listens there if nobody does, for those whom `allow` lets
+    /// in. Where somebody does, a list has to be the one that is there. The first export of an
     /// address is also its default one. Returns the address with the port that it got.
     pub fn publish(
         &self,
@@ -213,16 +228,18 @@ impl Exports {
         entry: &Arc<Entry>,
         address: &Address,
         read_only: bool,
+        allow: Option<&AllowList>,
     ) -> Result<Address, Fault> {
         let name = entry.name();
         self.check_publish(entry)?;
         // Nobody closes it between here and there.
         let _address = self.claims.address("publish", address)?;
         let (at, opened) = if self.nbd.listens_at(address) {
+            self.check_same(name, address, allow)?;
             (address.clone(), false)
         } else {
             self.tls.check_address(address).map_err(|why| Fault::invalid(format!("{name}: {why}")))?;
-            let listen = self.nbd.listen_as(address, &self.access);
+            let listen = self.nbd.listen_as(address, &self.access, allow.cloned());
             (listen.map_err(|e| Fault::failed(Errno::EADDRNOTAVAIL, format!("{name}: {e}")))?, true)
         };
         // Whoever makes a device looks where is listened when that is among the devices.
@@ -289,6 +306,7 @@ impl Exports {
         entry: &Arc<Entry>,
         path: &Path,
         read_only: bool,
+        allow: Option<&AllowList>,
     ) -> Result<Arc<Alone>, Fault> {
         let name = entry.name();
         let device = self.check_alone(entry)?;
@@ -296,6 +314,8 @@ impl Exports {
             read_only: read_only || entry.is_read_only(),
             failures: Arc::clone(&entry.failures),
             access: self.access,
+            allow: allow.cloned(),
+            denials: Arc::clone(self.nbd.denials()),
             ..vhost_user::Options::new(Arc::clone(self.nbd.budget()))
         };
         let export = vhost_user::Export::new(path, name, Arc::clone(&device) as _, options);
@@ -346,10 +366,12 @@ impl Exports {
 
     /// Shows a device at a place.
     pub fn show_at(&self, claim: &Claim<'_>, entry: &Arc<Entry>, wanted: &Wanted) -> Result<Shown, Fault> {
-        let read_only = wanted.read_only;
+        let (read_only, allow) = (wanted.read_only, wanted.allow.as_ref());
         Ok(match &wanted.place {
-            Place::Nbd(address) => Shown::Nbd(self.publish(claim, entry, address, read_only)?),
-            Place::VhostUser(path) => Shown::Alone(self.publish_vhost_user(claim, entry, path, read_only)?),
+            Place::Nbd(address) => Shown::Nbd(self.publish(claim, entry, address, read_only, allow)?),
+            Place::VhostUser(path) => {
+                Shown::Alone(self.publish_vhost_user(claim, entry, path, read_only, allow)?)
+            }
             Place::Ublk(queues) => Shown::Alone(self.publish_ublk(claim, entry, *queues, read_only)?),
         })
     }
@@ -505,66 +527,6 @@ impl Exports {
         self.nbd.shutdown(grace);
         end_all(&alone, end.saturating_duration_since(Instant::now()));
     }
-
-    // ---- what is refused ------------------------------------------------------------------------
-
-    /// Refuses where clients are connected. Those that have just left are waited for: the server
-    /// sees that a moment later.
-    pub fn check_idle(&self, entry: &Entry) -> Result<(), Fault> {
-        let name = entry.name();
-        let of_template = usize::from(entry.template.is_some());
-        let end = Instant::now() + LEFT_MAX;
-        while self.connections(name) > 0 && Instant::now() < end {
-            thread::sleep(LEFT_PAUSE);
-        }
-        match self.users(name) + of_template {
-            0 => Ok(()),
-            connections => Err(in_use(name, connections)),
-        }
-    }
-
-    /// Refuses to take the content away under clients: unless it is forced, and never where they
-    /// count on what goes (write pointers, unflushed writes).
-    pub fn check_wipe(&self, entry: &Entry, force: bool) -> Result<(), Fault> {
-        if !force {
-            return self.check_idle(entry);
-        }
-        let name = entry.name();
-        let layered = entry.layers.power.is_some() || entry.layers.zones.is_some();
-        if !layered || self.users(name) == 0 {
-            return Ok(());
-        }
-        let why = "clients are connected, which cannot be told; `freestone unpublish` first";
-        let what =
-            if entry.layers.zones.is_some() { "it is zoned" } else { "it keeps unflushed writes apart" };
-        Err(Fault::failed(Errno::EBUSY, format!("{name}: {what}, and {why}")))
-    }
-}
-
-/// Why a device is left alone.
-fn in_use(name: &str, connections: usize) -> Fault {
-    let who = if connections == 1 { "a client is".to_owned() } else { format!("{connections} clients are") };
-    Fault::failed(Errno::EBUSY, format!("{name}: {who} connected; --force goes ahead"))
-}
-
-/// Why there is no block device, for programs.
-fn errno_of(error: &ublk::StartError) -> Errno {
-    match error {
-        ublk::StartError::NoDriver
-        | ublk::StartError::TooOld
-        | ublk::StartError::NoZones
-        | ublk::StartError::ZonesOfUser
-        | ublk::StartError::Unfit(_) => Errno::EOPNOTSUPP,
-        _ => Errno::EIO,
-    }
-}
-
-/// Refuses what was made for one connection.
-pub fn check_own(entry: &Entry) -> Result<(), Fault> {
-    let Some(template) = &entry.template else { return Ok(()) };
-    let why =
-        format!("{}: belongs to a connection to the template {template}, and goes with it", entry.name());
-    Err(Fault::failed(Errno::EBUSY, why))
 }
 
 /// A way into a device for clients at an address.

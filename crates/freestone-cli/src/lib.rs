@@ -1,6 +1,7 @@
 //! The program `freestone`: serves devices over NBD and controls a running server.
 
 mod access;
+mod allow;
 mod alone;
 mod announce;
 mod apply;
@@ -15,6 +16,7 @@ mod error;
 mod export;
 mod exports;
 mod exposure;
+mod handshake;
 #[doc(hidden)]
 pub mod inputs;
 mod job;

@@ -1,14 +1,15 @@
 //! Where sockets are when nothing was said: `$XDG_RUNTIME_DIR/freestone`, else a private directory
 //! in /tmp.
 
-use std::fs::{self, DirBuilder};
+use std::fs::{self, DirBuilder, Permissions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail};
 use freestone_nbd::Address;
 use freestone_spec::path_text;
+use tempfile::TempDir;
 
 /// Name of the NBD socket in the directory.
 pub const NBD_SOCKET: &str = "nbd.sock";
@@ -39,6 +40,15 @@ pub fn runtime_dir() -> Result<PathBuf> {
 
 fn fallback(tmp: &Path) -> PathBuf {
     tmp.join(format!("freestone-{}", rustix::process::geteuid().as_raw()))
+}
+
+/// A server for one command is nobody else's: its sockets go to a fresh directory.
+pub fn private_dir() -> Result<TempDir> {
+    tempfile::Builder::new()
+        .prefix("freestone-")
+        .permissions(Permissions::from_mode(0o700))
+        .tempdir()
+        .context("cannot create a directory for the sockets")
 }
 
 /// An NBD address; a relative path in it starts at `base`, or where the program was started.

@@ -3,15 +3,16 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use freestone_nbd::Address;
+use freestone_nbd::{Address, AllowList};
 use freestone_spec::config::ExportWords;
 use freestone_spec::path_text;
 use freestone_ublk as ublk;
 
+use crate::allow;
 use crate::paths::{address_text, parse_address};
 
 /// One of them.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Place {
     /// An NBD address.
     Nbd(Address),
@@ -38,6 +39,8 @@ pub struct Wanted {
     pub place: Place,
     /// Nobody writes there.
     pub read_only: bool,
+    /// Who may connect there. `None`: whoever can; at an address that is listened on already, who may.
+    pub allow: Option<AllowList>,
 }
 
 /// Where a device is to be seen.
@@ -58,6 +61,11 @@ impl Seen {
 }
 
 impl Place {
+    /// Whether it is the same one whenever it is asked for: port 0 is another one each time.
+    pub fn is_fixed(&self) -> bool {
+        !matches!(self, Self::Nbd(Address::Tcp { port: 0, .. }))
+    }
+
     /// Whether it is the same one. Of port 0 there are as many as are asked for.
     pub fn is(&self, other: &Self) -> bool {
         match (self, other) {
@@ -75,6 +83,20 @@ impl Place {
             }
             _ => false,
         }
+    }
+
+    /// The list of who may connect there that these words say.
+    ///
+    /// # Errors
+    /// Half a sentence: they cannot be meant, or nobody could connect.
+    pub fn allow(&self, words: &[String]) -> Result<AllowList, String> {
+        let list = allow::parse(words)?;
+        match self {
+            Self::Nbd(address) => allow::check(&list, address)?,
+            Self::VhostUser(_) => allow::check_local(&list, self)?,
+            Self::Ublk(_) => return Err("the mode of a block device says who may use it".into()),
+        }
+        Ok(list)
     }
 
     /// The socket of a virtual machine; the error is half a sentence that follows the text.
@@ -103,7 +125,7 @@ impl Wanted {
     /// # Errors
     /// Half a sentence.
     pub fn of(words: &ExportWords, base: &Path) -> Result<Self, String> {
-        let ExportWords { nbd, vhost_user, queues, read_only, .. } = words;
+        let ExportWords { nbd, vhost_user, queues, read_only, allow, .. } = words;
         let place = match (nbd, vhost_user) {
             (Some(text), _) => {
                 Place::Nbd(parse_address(text, Some(base)).map_err(|why| format!("export: nbd: {why}"))?)
@@ -113,6 +135,13 @@ impl Wanted {
             }
             (None, None) => Place::ublk(*queues).map_err(|why| format!("export: {why}"))?,
         };
-        Ok(Self { place, read_only: *read_only })
+        let allow = allow.as_deref().map(|words| place.allow(words)).transpose();
+        let allow = allow.map_err(|why| format!("export: allow: {why}"))?;
+        Ok(Self { place, read_only: *read_only, allow })
+    }
+
+    /// Whether it was asked for so, whoever may connect.
+    pub fn is_asked_as(&self, other: &Self) -> bool {
+        self.place == other.place && self.read_only == other.read_only
     }
 }

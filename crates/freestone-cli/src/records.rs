@@ -10,6 +10,7 @@ use freestone_nbd::Address;
 use freestone_spec::refusal::Errno;
 use freestone_state::{Device, Export, State, StateError};
 
+use crate::allow;
 use crate::control::protocol::Fault;
 use crate::paths::{address_text, parse_address};
 use crate::places::{Place, Wanted};
@@ -155,7 +156,8 @@ pub fn refused(error: &StateError) -> Fault {
 /// A place as a record has it.
 pub fn export(wanted: &Wanted, declared: bool) -> Export {
     let read_only = wanted.read_only;
-    let none = Export { nbd: None, vhost_user: None, ublk: None, read_only, declared };
+    let allow = wanted.allow.as_ref().map(allow::words).unwrap_or_default();
+    let none = Export { nbd: None, vhost_user: None, ublk: None, read_only, allow, declared };
     match &wanted.place {
         Place::Nbd(at) => Export { nbd: Some(address_text(at)), ..none },
         Place::VhostUser(path) => {
@@ -173,5 +175,8 @@ pub fn wanted(export: &Export) -> Result<Wanted, String> {
         Export { ublk: Some(queues), .. } => Place::Ublk(*queues),
         _ => return Err("an export is nowhere".into()),
     };
-    Ok(Wanted { place, read_only: export.read_only })
+    let is_allowed = !export.allow.is_empty();
+    let allow = is_allowed.then(|| allow::parse(&export.allow)).transpose();
+    let allow = allow.map_err(|why| format!("an export is not shown: allow: {why}"))?;
+    Ok(Wanted { place, read_only: export.read_only, allow })
 }

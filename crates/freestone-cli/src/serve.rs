@@ -3,10 +3,8 @@
 
 use std::collections::HashSet;
 use std::env;
-use std::fs::Permissions;
 use std::io::{self, Write as _};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -18,7 +16,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result};
 use clap::Args;
 use freestone::replace;
-use freestone_nbd::{Address, Limits};
+use freestone_nbd::{Address, AllowList, Limits};
 use freestone_spec::config::{self, FileConfig};
 use freestone_spec::entries::Entries;
 use freestone_spec::kinds::Spec;
@@ -28,6 +26,7 @@ use tempfile::TempDir;
 use tracing::{info, warn};
 
 use crate::access::{AccessArgs, AccessOf};
+use crate::allow;
 use crate::announce::{announce, run_command};
 use crate::apply;
 use crate::control::server::ControlServer;
@@ -35,6 +34,7 @@ use crate::control::socket::{PrivateSocket, SocketPath};
 use crate::declared::{self, Declared};
 use crate::ending::{self, Closing};
 use crate::error::Usage;
+use crate::handshake::HandshakeArgs;
 use crate::metrics::{MetricsArgs, MetricsOf, MetricsServer};
 use crate::paths;
 use crate::places::Place;
@@ -59,6 +59,9 @@ const JOBS_GRACE: Duration = Duration::from_secs(2);
 const NBD_HELP: &str = "Listen for NBD clients at unix:PATH or tcp:HOST:PORT [default: unix:nbd.sock in \
                         $XDG_RUNTIME_DIR/freestone, else in /tmp/freestone-UID; with --run in a fresh directory]";
 
+const ALLOW_HELP: &str = "Let only these connect to the addresses of --nbd: networks (10.0.0.0/8, ::1) by TCP, \
+                          uid:USER and gid:GROUP at Unix sockets";
+
 const CONTROL_HELP: &str = "Where the control socket goes [default: $FREESTONE_CONTROL, but for --run; else control.sock \
                             in the same directory; with --single nowhere]";
 
@@ -81,12 +84,18 @@ pub struct ServeArgs {
     /// NBD addresses.
     #[arg(long, value_name = "ADDR", help = NBD_HELP, value_parser = verbs::keys::words_parser())]
     nbd: Vec<String>,
+    /// Who may connect to these.
+    #[arg(long, value_name = "WHO", help = ALLOW_HELP, value_delimiter = ',')]
+    allow: Vec<String>,
     /// Block devices.
     #[arg(long, help = UBLK_HELP)]
     ublk: bool,
     /// The control socket.
     #[arg(long, value_name = "PATH", help = CONTROL_HELP)]
     control: Option<PathBuf>,
+    /// A second control socket, at which only what changes nothing is answered
+    #[arg(long, value_name = "PATH")]
+    control_read_only: Option<PathBuf>,
     /// Most connections.
     #[arg(long, value_name = "N", help = MAX_CONNECTIONS_HELP)]
     #[arg(value_parser = clap::value_parser!(u32).range(config::MAX_CONNECTIONS_RANGE))]
@@ -94,6 +103,8 @@ pub struct ServeArgs {
     /// Memory for requests.
     #[arg(long, value_name = "SIZE", help = MAX_MEMORY_HELP, value_parser = config::memory_in_flight)]
     max_memory_in_flight: Option<u64>,
+    #[command(flatten)]
+    handshake: HandshakeArgs,
     /// The state.
     #[command(flatten)]
     state: StateArgs,
@@ -134,7 +145,11 @@ struct Plan {
     sockets: Vec<OwnedFd>,
     /// None: nobody is to control it.
     control: Option<PathBuf>,
+    /// One that changes nothing.
+    control_read_only: Option<PathBuf>,
     access: AccessOf,
+    /// Who may connect to the addresses, and whether the command line says so.
+    allow: Option<(AllowList, bool)>,
     tls: Tls,
     limits: Limits,
     /// All that is published is shown as block devices, too.
@@ -159,8 +174,18 @@ impl Plan {
         let said = file.as_ref().zip(args.config.as_deref());
         let access = AccessOf::new(&args.access, said)?;
         let tls = Tls::new(&args.tls, said.map(|(file, path)| (&file.tls, path, &*file.base)))?;
-        let FileConfig { nbd, control, max_connections, max_memory_in_flight, base: file_dir, .. } =
-            file.unwrap_or_default();
+        let mut limits = Limits::default();
+        args.handshake.put(file.as_ref(), tls.mode().is_some(), &mut limits)?;
+        let allow = allow::of_server(&args.allow, said)?;
+        let FileConfig {
+            nbd,
+            control,
+            control_read_only,
+            max_connections,
+            max_memory_in_flight,
+            base: file_dir,
+            ..
+        } = file.unwrap_or_default();
         let (texts, base) =
             if args.nbd.is_empty() { (&nbd, Some(file_dir.as_path())) } else { (&args.nbd, None) };
         let key = match &args.config {
@@ -202,7 +227,7 @@ impl Plan {
         if !args.check && !args.single && ((addresses.is_empty() && sockets.is_empty()) || control.is_none())
         {
             let dir = if args.run.is_some() {
-                private.insert(private_dir()?).path().to_path_buf()
+                private.insert(paths::private_dir()?).path().to_path_buf()
             } else {
                 let dir = paths::runtime_dir()?;
                 paths::create_private(&dir)?;
@@ -216,15 +241,53 @@ impl Plan {
             control.get_or_insert_with(|| dir.join(paths::CONTROL_SOCKET));
         }
         let control = control.map(std::path::absolute).transpose().context("--control: no path")?;
-        let mut limits = Limits::default();
+        let control_read_only = match (&args.control_read_only, control_read_only) {
+            (Some(path), _) => Some(std::path::absolute(path).context("--control-read-only: no path")?),
+            (None, path) => path.map(|path| std::path::absolute(file_dir.join(path))).transpose()?,
+        };
+        access.check_read_only(control_read_only.is_some())?;
+        if let Some(path) = control_read_only.as_ref().filter(|path| control.as_ref() == Some(path)) {
+            let why = "is the control socket already, which changes what it is asked to";
+            return Err(Usage(format!("--control-read-only: {}: {why}", path.display())).into());
+        }
         if let Some(most) = args.max_connections.or(max_connections) {
             limits.max_connections = most as usize;
         }
         if let Some(bytes) = args.max_memory_in_flight.or(max_memory_in_flight) {
             limits.max_memory_in_flight = bytes;
         }
-        let ublk = args.ublk;
-        Ok(Self { devices, addresses, sockets, control, access, tls, limits, ublk, state, metrics, private })
+        if args.single && allow.is_some() {
+            let why = "with --single whoever starts the server says who is served";
+            return Err(Usage(format!("--allow: {why}")).into());
+        }
+        if let Some((list, is_of_line)) = &allow {
+            let key = match &args.config {
+                Some(path) if !is_of_line => format!("{}: allow", path.display()),
+                _ => "--allow".to_owned(),
+            };
+            let usual = Address::Unix(PathBuf::from(paths::NBD_SOCKET));
+            let is_usual = addresses.is_empty() && sockets.is_empty();
+            let mut all = addresses.iter().chain(is_usual.then_some(&usual));
+            all.try_for_each(|address| allow::check(list, address))
+                .map_err(|why| Usage(format!("{key}: {why}")))?;
+        }
+        let home = allow.as_ref().map(|(list, _)| list);
+        declared::check_lists(&devices, &addresses, home)?;
+        Ok(Self {
+            devices,
+            addresses,
+            sockets,
+            control,
+            control_read_only,
+            access,
+            allow,
+            tls,
+            limits,
+            ublk: args.ublk,
+            state,
+            metrics,
+            private,
+        })
     }
 }
 
@@ -251,15 +314,6 @@ fn devices(args: &ServeArgs, file: Option<&FileConfig>) -> Result<Vec<Declared>>
     Ok(devices)
 }
 
-/// A server for one command is nobody else's: its sockets go to a fresh directory.
-fn private_dir() -> Result<TempDir> {
-    tempfile::Builder::new()
-        .prefix("freestone-")
-        .permissions(Permissions::from_mode(0o700))
-        .tempdir()
-        .context("cannot create a directory for the sockets")
-}
-
 /// How the devices were left.
 struct Flushed {
     /// How many could not be flushed.
@@ -271,7 +325,8 @@ struct Flushed {
 /// A server that listens. However this ends, a panic included, its sockets go with it.
 struct Running {
     service: Arc<Service>,
-    control: Option<Arc<ControlServer>>,
+    /// The control sockets.
+    controls: Vec<Arc<ControlServer>>,
     metrics: Option<MetricsServer>,
     /// The NBD sockets of the command line.
     sockets: Vec<SocketPath>,
@@ -282,8 +337,8 @@ struct Running {
 impl Running {
     fn start(plan: Plan) -> Result<Self> {
         let Plan { devices, addresses, sockets, control, access, tls, limits, ublk, state: asked, .. } = plan;
-        let Plan { metrics, private, .. } = plan;
-        let control_access = access.control.is;
+        let Plan { metrics, private, control_read_only, allow, .. } = plan;
+        let (control_access, read_only_access) = (access.control.is, access.control_read_only.is);
         let service = Service::new(limits, access, tls);
         service.exports.tls.begin(&service.exports.nbd)?;
         if let Some(control) = &control {
@@ -291,11 +346,18 @@ impl Running {
             PrivateSocket::clear(control)?;
             let _ = service.control.set(control.clone());
         }
+        if let Some(control) = &control_read_only {
+            PrivateSocket::clear(control)?;
+            let _ = service.control_read_only.set(control.clone());
+        }
         service.as_block_devices.store(ublk, Ordering::SeqCst);
         service.exports.plan_home(&addresses);
+        if let Some((list, is_fixed)) = allow {
+            service.exports.begin_home_allow(Some(list), is_fixed);
+        }
         let mut running = Self {
             service: Arc::clone(&service),
-            control: None,
+            controls: Vec::new(),
             metrics: None,
             sockets: Vec::new(),
             pidfile: None,
@@ -339,10 +401,15 @@ impl Running {
             let _ = service.metrics_url.set(server.url());
             running.metrics = Some(server);
         }
+        if let Some(control) = &control_read_only {
+            let socket = PrivateSocket::bind(control, &read_only_access)?;
+            let answers = Arc::new(verbs::ReadOnly(Arc::clone(&service)));
+            running.controls.push(Arc::new(ControlServer::start_read_only(socket, answers)?));
+        }
         // Last of all: where it is, all is ready.
         if let Some(control) = &control {
             let socket = PrivateSocket::bind(control, &control_access)?;
-            running.control = Some(Arc::new(ControlServer::start(socket, service)?));
+            running.controls.push(Arc::new(ControlServer::start(socket, service)?));
         }
         Ok(running)
     }
@@ -359,11 +426,11 @@ impl Running {
         }
         let waits: Vec<_> = self.service.registry.all().iter().filter_map(|e| e.no_waiting()).collect();
         self.service.records.end();
-        let (service, control) = (Arc::clone(&self.service), self.control.clone());
+        let (service, controls) = (Arc::clone(&self.service), self.controls.clone());
         let thread = thread::Builder::new().name("shutdown".into()).spawn(move || {
             service.exports.shutdown(SHUTDOWN_GRACE);
             // Verbs write, too.
-            if let Some(control) = control {
+            for control in controls {
                 control.stop();
             }
             service.jobs.wait_ended(JOBS_GRACE);
@@ -396,7 +463,7 @@ impl Running {
 
     /// Removes what is visible to others, waiting for nobody.
     fn remove_paths(&mut self) {
-        if let Some(control) = &self.control {
+        for control in &self.controls {
             control.remove_path();
         }
         self.sockets.clear();
@@ -407,7 +474,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.control = None;
+        self.controls.clear();
         self.metrics = None;
         self.service.exports.shutdown(Duration::ZERO);
     }
@@ -521,42 +588,4 @@ fn tell_left(service: &Service) {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::panic::{AssertUnwindSafe, catch_unwind};
-
-    use freestone_nbd::{Address, CONNECTION_MEMORY_BYTES, Limits};
-
-    use super::{AccessOf, Declared, MAX_CONNECTIONS_HELP, Plan, Running, Tls};
-
-    #[test]
-    fn a_panic_leaves_no_socket() {
-        let dir = tempfile::tempdir().unwrap();
-        let (nbd, control) = (dir.path().join("n"), dir.path().join("c"));
-        let plan = Plan {
-            devices: vec![Declared::word("n=null,size=1M".parse().unwrap())],
-            addresses: vec![Address::Unix(nbd.clone())],
-            sockets: Vec::new(),
-            control: Some(control.clone()),
-            access: AccessOf::default(),
-            tls: Tls::default(),
-            limits: Limits::default(),
-            ublk: false,
-            state: None,
-            metrics: None,
-            private: None,
-        };
-        let outcome = catch_unwind(AssertUnwindSafe(|| {
-            let _running = Running::start(plan).unwrap();
-            assert!(nbd.exists() && control.exists());
-            panic!("on purpose");
-        }));
-        assert_eq!(outcome.unwrap_err().downcast_ref::<&str>(), Some(&"on purpose"));
-        assert!(!nbd.exists() && !control.exists());
-    }
-
-    #[test]
-    fn the_help_tells_the_default_and_the_memory() {
-        let (most, memory) = (Limits::default().max_connections, CONNECTION_MEMORY_BYTES.div_ceil(1 << 20));
-        assert!(MAX_CONNECTIONS_HELP.contains(&format!("{memory} MiB [default: {most}]")));
-    }
-}
+mod tests;

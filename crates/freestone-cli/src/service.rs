@@ -59,6 +59,8 @@ pub struct Service {
     pub access: AccessOf,
     /// Its own socket, once that is known.
     pub control: OnceLock<PathBuf>,
+    /// The socket that changes nothing, where there is one.
+    pub control_read_only: OnceLock<PathBuf>,
     /// Where metrics are, once that is known.
     pub metrics_url: OnceLock<String>,
     /// How busy devices are, for who watches.
@@ -83,6 +85,7 @@ impl Service {
             saves: Saves::default(),
             limits: limits.clone(),
             control: OnceLock::new(),
+            control_read_only: OnceLock::new(),
             metrics_url: OnceLock::new(),
             rates: Rates::default(),
             end: OnceLock::new(),

@@ -1,10 +1,11 @@
 //! What a server begins with: the devices of its command line and file, or those of its state.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::mem;
 use std::sync::Arc;
 
 use freestone::mutants::{self, Mutant};
+use freestone_nbd::{Address, AllowList};
 use freestone_spec::entries::Entries;
 use freestone_spec::kinds::{self, Entry, Identity, OnLost, RESTORED, Spec};
 use freestone_spec::refusal::Errno;
@@ -82,7 +83,7 @@ fn differences(topology: &Topology, asked: &[Declared], has_file: bool) -> Vec<S
         let places = places(device).exports;
         let is = |wanted: &Wanted, known: &Wanted| {
             let same_port = known.place.is(&wanted.place) || known.place.has_chosen_port_of(&wanted.place);
-            same_port && known.read_only == wanted.read_only
+            same_port && known.read_only == wanted.read_only && known.allow == wanted.allow
         };
         for wanted in exports {
             if !places.iter().any(|(known, _)| is(wanted, known)) {
@@ -227,9 +228,28 @@ pub fn keep(service: &Service, begun: &[Begun]) -> Result<(), Fault> {
 
 /// Shows the devices.
 pub fn show(service: &Service, begun: &[Begun]) -> Result<(), Fault> {
+    let home = service.exports.home();
+    // A list is of an address: a state in which devices say otherwise of one, or of what is the server's
+    // now, holds up nobody.
+    let mut lists: HashMap<Address, AllowList> = HashMap::new();
+    for (wanted, _) in begun.iter().flat_map(|device| &device.seen.exports) {
+        if let (Place::Nbd(at), Some(list)) = (&wanted.place, &wanted.allow)
+            && wanted.place.is_fixed()
+        {
+            lists.entry(at.clone()).or_insert_with(|| list.clone());
+        }
+    }
     for Begun { entry, seen } in begun {
         let claim = service.claim("serve", entry.name())?;
-        service.show(&claim, entry, seen)?;
+        let mut seen = seen.clone();
+        for (wanted, _) in &mut seen.exports {
+            if let Place::Nbd(at) = &wanted.place
+                && wanted.place.is_fixed()
+            {
+                wanted.allow = lists.get(at).filter(|_| !home.contains(at)).cloned();
+            }
+        }
+        service.show(&claim, entry, &seen)?;
     }
     // Ports that were chosen.
     let chosen = begun.iter().filter(|device| recording::differs(service, &device.entry));

@@ -17,6 +17,7 @@
 //! * [`mapped`], [`stack`]: memory that can be given back while it is kept.
 //! * [`replace`], [`file_locks`], [`unix_socket`]: files that are never half written, and never
 //!   somebody else's.
+//! * [`allow`]: who may connect to an address.
 //!
 //! Only [`device`] is a promise to users; the rest is for the crates of this workspace and may
 //! change with them.
@@ -32,6 +33,8 @@ pub const PAGE_BYTES: usize = 4096;
 /// TiB.
 pub const LOCATION_BITS: u32 = 36;
 
+#[cfg(not(loom))]
+pub mod allow;
 #[cfg(not(loom))]
 pub mod answers;
 #[cfg(not(loom))]

@@ -3,10 +3,11 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use freestone_core::allow::peer_of;
 use rustix::buffer::spare_capacity;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
 use rustix::io::Errno;
@@ -180,10 +181,5 @@ pub fn describe_peer(stream: &OwnedFd, peer: Option<SocketAddrAny>) -> String {
         let _ = sockopt::set_socket_keepalive(stream, true);
         return peer.to_string();
     }
-    match sockopt::socket_peercred(stream) {
-        Ok(credentials) => {
-            format!("pid {} of uid {}", credentials.pid.as_raw_nonzero(), credentials.uid.as_raw())
-        }
-        Err(_) => "unknown".to_owned(),
-    }
+    peer_of(stream.as_fd()).map_or_else(|| "unknown".to_owned(), |peer| peer.to_string())
 }

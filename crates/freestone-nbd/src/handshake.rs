@@ -16,7 +16,6 @@ use crate::export::{EnterError, Export};
 use crate::flight::MAX_IN_FLIGHT_BYTES;
 use crate::headers::Headers;
 use crate::input::{Input, RECEIVE_BUFFER_BYTES, Received};
-use crate::limits::MAX_CLEAR_BYTES;
 use crate::link::Link;
 use crate::proto::{
     EXPORT_NAME_PADDING_BYTES, ExportNameReply, Greeting, HandshakeFlags, INIT_MAGIC, InfoBlockSize,
@@ -465,9 +464,10 @@ impl Handshake<'_> {
                 self.need_sealed(n)?;
                 continue;
             }
-            let limit = if self.needs_tls() { MAX_CLEAR_BYTES - self.clear_bytes } else { usize::MAX };
+            let most = self.shared.limits.most_handshake_bytes();
+            let limit = if self.needs_tls() { most - self.clear_bytes } else { usize::MAX };
             if limit == 0 {
-                return Err(End::Violation("more than 64 KiB without TLS"));
+                return Err(End::Violation("more bytes without TLS than it may send"));
             }
             let socket = self.link.socket();
             self.patience.wait(socket)?;

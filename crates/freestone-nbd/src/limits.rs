@@ -9,10 +9,10 @@ use freestone_core::budget;
 /// flight.
 pub const END_GRACE: Duration = Duration::from_secs(5);
 
-/// Most that is received of a client that has to come by TLS and has not yet, in bytes.
-pub const MAX_CLEAR_BYTES: usize = 64 << 10;
-/// Where there are [`Limits::max_newcomers`], one that has not chosen an export for so long makes room.
-pub const NEWCOMER_GRACE: Duration = Duration::from_secs(3);
+/// What [`Limits::handshake_bytes`] is at most, and unless said.
+pub const MAX_HANDSHAKE_BYTES: usize = 64 << 10;
+/// The least it can be: room for a client's certificate, and a record of what comes in clear.
+pub const MIN_HANDSHAKE_BYTES: usize = 4 << 10;
 
 /// What clients may use up.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,11 +21,13 @@ pub struct Limits {
     /// may hold [`CONNECTION_MEMORY_BYTES`](crate::CONNECTION_MEMORY_BYTES) and one thread.
     pub max_connections: usize,
     /// Connections at once that have not chosen an export, at least one. Further ones wait, not
-    /// accepted, until one of them has, or the oldest was there for [`NEWCOMER_GRACE`] and is closed.
+    /// accepted, until one of them has, or the oldest was there for `newcomer_grace` and is closed.
     pub max_newcomers: usize,
     /// Connections that are accepted a second, at least one, after a burst of 64. Further ones wait, not
     /// accepted: what they cost is time of those that are connected.
     pub connects_per_second: u32,
+    /// So long one of these is left alone, whoever waits.
+    pub newcomer_grace: Duration,
     /// Bytes that all connections together may hold for requests that are not answered; a request
     /// that finds none waits. At least [`budget::MIN_BYTES`](freestone_core::budget::MIN_BYTES).
     pub max_memory_in_flight: u64,
@@ -33,6 +35,9 @@ pub struct Limits {
     pub handshake_silence: Duration,
     /// A handshake that takes longer is ended.
     pub handshake_total: Duration,
+    /// Bytes that a client which has to come by TLS may send in clear, and of a client's handshake of
+    /// TLS; [`MIN_HANDSHAKE_BYTES`] to [`MAX_HANDSHAKE_BYTES`], what is beyond is taken for these.
+    pub handshake_bytes: usize,
 }
 
 impl Default for Limits {
@@ -41,9 +46,18 @@ impl Default for Limits {
             max_connections: 1024,
             max_newcomers: 128,
             connects_per_second: 2000,
+            newcomer_grace: Duration::from_secs(3),
             max_memory_in_flight: budget::DEFAULT_BYTES,
             handshake_silence: Duration::from_secs(10),
             handshake_total: Duration::from_secs(60),
+            handshake_bytes: MAX_HANDSHAKE_BYTES,
         }
+    }
+}
+
+impl Limits {
+    /// `handshake_bytes` within what is possible.
+    pub(crate) fn most_handshake_bytes(&self) -> usize {
+        self.handshake_bytes.clamp(MIN_HANDSHAKE_BYTES, MAX_HANDSHAKE_BYTES)
     }
 }

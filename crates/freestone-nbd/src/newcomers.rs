@@ -3,10 +3,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use crate::limits::NEWCOMER_GRACE;
 use crate::link::Link;
+
+/// Longest time that one is left alone; a sum with the clock never overflows.
+const GRACE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Those connections.
 #[derive(Debug, Default)]
@@ -39,13 +41,13 @@ impl Newcomers {
         self.all.remove(&id).is_some() && std::mem::take(&mut self.is_waited_for)
     }
 
-    /// Whether there is room for one more of at most `max`.
-    pub fn room(&mut self, max: usize, now: Instant) -> Room {
+    /// Whether there is room for one more of at most `max`, of which each is left alone for `grace`.
+    pub fn room(&mut self, max: usize, grace: Duration, now: Instant) -> Room {
         if self.all.len() < max.max(1) {
             return Room::Free;
         }
         let Some(oldest) = self.all.first_entry() else { return Room::Free };
-        let due = oldest.get().0 + NEWCOMER_GRACE;
+        let due = oldest.get().0 + grace.min(GRACE_MAX);
         if due <= now {
             return Room::For(oldest.remove().1);
         }

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use freestone_core::allow::{AllowList, Denials};
 use freestone_core::budget::Budget;
 use freestone_core::device::{Device, Failures};
 use freestone_core::unix_socket::Access;
@@ -74,32 +75,56 @@ impl Server {
     /// # Errors
     /// See [`ListenError`].
     pub fn listen(&self, address: &Address) -> Result<Address, ListenError> {
-        self.listen_as(address, &Access::default())
+        self.listen_as(address, &Access::default(), None)
     }
 
-    /// The same; to a Unix socket that is made for it those can connect to whom `access` gives it.
+    /// The same; to a Unix socket that is made for it those can connect to whom `access` gives it. Who
+    /// is not on the list `allow`, where it is given, is closed as soon as accepted; where the address is
+    /// listened on already, its list is left as it is.
     ///
     /// # Errors
     /// See [`ListenError`].
-    pub fn listen_as(&self, address: &Address, access: &Access) -> Result<Address, ListenError> {
+    pub fn listen_as(
+        &self,
+        address: &Address,
+        access: &Access,
+        allow: Option<AllowList>,
+    ) -> Result<Address, ListenError> {
         let address = address.absolute();
-        self.listen_by(&address, || listen::bind_to(&address, access))
+        self.listen_by(&address, allow, || listen::bind_to(&address, access))
     }
 
-    /// Listens with a socket that somebody else has made, at its own address, which is returned. It is
-    /// theirs: its file stays when the server ends.
+    /// Who may connect at an address from now on, `None`: whoever can. Connections that are there stay.
+    /// False: it is not listened on.
+    pub fn set_allow(&self, address: &Address, allow: Option<AllowList>) -> bool {
+        self.shared.lock().set_allow(&address.absolute(), allow)
+    }
+
+    /// The list of who may connect at an address, where it has one.
+    pub fn allow_at(&self, address: &Address) -> Option<AllowList> {
+        self.shared.lock().listener(&address.absolute())?.allow.clone()
+    }
+
+    /// Who was not let in by such lists: of this server, and of who else counts there.
+    pub fn denials(&self) -> &Arc<Denials> {
+        &self.shared.denials
+    }
+
+    /// Listens with a socket that somebody else has made, at its own address, which is returned, and lets
+    /// in whom `allow` does, where it is given. It is theirs: its file stays when the server ends.
     ///
     /// # Errors
     /// [`ListenError::Other`]: it is no socket that listens. See [`ListenError`].
-    pub fn adopt(&self, socket: OwnedFd) -> Result<Address, ListenError> {
+    pub fn adopt(&self, socket: OwnedFd, allow: Option<AllowList>) -> Result<Address, ListenError> {
         let bound = listen::adopted(socket)?;
         let address = bound.address.clone();
-        self.listen_by(&address, || Ok(bound))
+        self.listen_by(&address, allow, || Ok(bound))
     }
 
     fn listen_by(
         &self,
         address: &Address,
+        allow: Option<AllowList>,
         bind: impl FnOnce() -> Result<Bound, ListenError>,
     ) -> Result<Address, ListenError> {
         let _binding = self.shared.binding.lock().unwrap_or_else(PoisonError::into_inner);
@@ -125,7 +150,7 @@ impl Server {
         if tables.shutting_down {
             return Err(ListenError::ShuttingDown);
         }
-        let id = tables.add_listener(address.clone(), bound.file);
+        let id = tables.add_listener(address.clone(), bound.file, allow);
         let acceptor = self.shared.acceptor().expect("it was started above");
         // Both under the lock, so that whoever closes the address finds both.
         if let Err(errno) = acceptor.add(id, bound.sockets) {
@@ -344,7 +369,8 @@ impl Server {
 
     /// What the server has done so far.
     pub fn stats(&self) -> Stats {
-        self.shared.lock().stats()
+        let denied = self.shared.denials.count();
+        Stats { denied, ..self.shared.lock().stats() }
     }
 
     /// Stops listening everywhere and removes the sockets, answers the requests that were received,

@@ -1,10 +1,11 @@
 //! What the threads of a server share: its tables under one lock, how connections are admitted and
 //! how they are ended.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use freestone_core::allow::Denials;
 use freestone_core::budget::Budget;
 use freestone_core::workers::Workers;
 
@@ -37,6 +38,8 @@ pub struct ServerShared {
     pub budget: Arc<Budget>,
     /// Who does large requests beside the connections' threads.
     pub workers: Workers,
+    /// Who was not let in.
+    pub denials: Arc<Denials>,
     /// Threads without a connection.
     pub spares: Spares,
     /// How TLS is done, where it is; set before anything is listened on.
@@ -55,6 +58,7 @@ impl ServerShared {
     pub fn new(limits: Limits, workers: Workers) -> Self {
         Self {
             workers,
+            denials: Arc::default(),
             spares: Spares::default(),
             budget: Budget::new(limits.max_memory_in_flight),
             limits,
@@ -89,11 +93,23 @@ impl ServerShared {
         Ok(())
     }
 
-    /// A place for a connection, if there is one.
+    /// A place for a connection that may come, if there is one.
     pub fn admit(&self, listener: u64, socket: OwnedFd, peer: String) -> Option<Arc<Link>> {
+        let asked = {
+            let mut tables = self.lock();
+            tables.accepted += 1;
+            tables.pace.accepted(self.limits.connects_per_second, Instant::now());
+            let listener = tables.listeners.get(&listener);
+            listener.and_then(|at| Some((at.allow.clone()?, at.address.clone())))
+        };
+        // Not under the lock: it takes system calls.
+        if let Some((allow, address)) = asked
+            && !allow.lets_in(socket.as_fd())
+        {
+            self.denials.add(&address, &peer);
+            return None;
+        }
         let mut tables = self.lock();
-        tables.accepted += 1;
-        tables.pace.accepted(self.limits.connects_per_second, Instant::now());
         if tables.connections.len() >= self.limits.max_connections {
             tables.refused += 1;
             drop(tables);
@@ -217,9 +233,10 @@ impl ServerShared {
                 return Next::Stop;
             }
             let (expired, until) = tables.expired(now);
-            let room = match tables.pace.due(self.limits.connects_per_second, now) {
+            let Limits { max_newcomers, newcomer_grace, connects_per_second, .. } = self.limits;
+            let room = match tables.pace.due(connects_per_second, now) {
                 Some(due) => Room::From(due),
-                None => tables.newcomers.room(self.limits.max_newcomers, now),
+                None => tables.newcomers.room(max_newcomers, newcomer_grace, now),
             };
             (expired, until, room)
         };

@@ -9,6 +9,9 @@ pub struct Stats {
     pub accepted: u64,
     /// Connections that were closed at once: too many, or no resources for them.
     pub refused: u64,
+    /// Connections that were closed at once: their address has a list of who may connect, and they are
+    /// not on it. Also those at whatever else counts by [`Server::denials`](crate::Server::denials).
+    pub denied: u64,
     /// Connections that exist now.
     pub connections: u64,
     /// Connections whose thread panicked in a device.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use freestone_core::allow::AllowList;
 use freestone_core::device::{Device, Failures};
 use freestone_core::unix_socket::SocketFile;
 use thiserror::Error;
@@ -108,6 +109,8 @@ pub struct Listener {
     pub address: Address,
     /// The file of a Unix socket.
     pub file: Option<SocketFile>,
+    /// Who may connect; `None`: whoever can.
+    pub allow: Option<AllowList>,
     /// By identifier, in the order of publishing.
     pub exports: BTreeMap<u64, Arc<Export>>,
     by_name: HashMap<String, u64>,
@@ -165,12 +168,18 @@ impl Tables {
     }
 
     /// A new listener; answers its identifier.
-    pub fn add_listener(&mut self, address: Address, file: Option<SocketFile>) -> u64 {
+    pub fn add_listener(
+        &mut self,
+        address: Address,
+        file: Option<SocketFile>,
+        allow: Option<AllowList>,
+    ) -> u64 {
         let id = self.new_id();
         self.by_address.insert(address.clone(), id);
         let listener = Listener {
             address,
             file,
+            allow,
             exports: BTreeMap::new(),
             by_name: HashMap::new(),
             default: None,
@@ -178,6 +187,13 @@ impl Tables {
         };
         self.listeners.insert(id, listener);
         id
+    }
+
+    /// Who may connect at an address from now on. False: it is not listened on.
+    pub fn set_allow(&mut self, address: &Address, allow: Option<AllowList>) -> bool {
+        let id = self.by_address.get(address);
+        let listener = id.and_then(|id| self.listeners.get_mut(id));
+        listener.map(|listener| listener.allow = allow).is_some()
     }
 
     /// Takes away the listener at an address with its exports; the links are those of its

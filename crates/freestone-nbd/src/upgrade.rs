@@ -5,7 +5,6 @@ use rustix::net::RecvFlags;
 use crate::handshake::{End, Handshake};
 use crate::headers::Headers;
 use crate::input::Received;
-use crate::limits::MAX_CLEAR_BYTES;
 use crate::proto::{option, reply};
 use crate::tls::settings::TlsMode;
 use crate::tls::start::{NotStarted, Started, start};
@@ -32,8 +31,8 @@ impl Handshake<'_> {
         if kind == option::EXPORT_NAME {
             return Err(End::Violation("an export was chosen without TLS"));
         }
-        if len > MAX_CLEAR_BYTES {
-            return Err(End::Violation("an option of more than 64 KiB without TLS"));
+        if len > self.shared.limits.most_handshake_bytes() {
+            return Err(End::Violation("a longer option without TLS than it may send"));
         }
         self.skip(len)?;
         self.refuse(kind, (reply::ERR_TLS_REQD, "this server is for TLS only, nbds://".into()))
@@ -41,8 +40,8 @@ impl Handshake<'_> {
 
     /// `OPT_STARTTLS`.
     pub(crate) fn start_tls(&mut self, len: usize) -> Result<(), End> {
-        if len > MAX_CLEAR_BYTES {
-            return Err(End::Violation("OPT_STARTTLS with more than 64 KiB of data"));
+        if len > self.shared.limits.most_handshake_bytes() {
+            return Err(End::Violation("OPT_STARTTLS with more data than it may send"));
         }
         let refusal = if len > 0 {
             self.skip(len)?;
@@ -66,7 +65,10 @@ impl Handshake<'_> {
         let socket = self.link.socket();
         self.answer(option::STARTTLS, reply::ACK, &[])?;
         self.replies.send(socket)?;
-        let Started { opener, sealer, early, names } = start(policy.config(), socket, self.patience)?;
+        let Started { opener, sealer, early, names } = {
+            let most = self.shared.limits.most_handshake_bytes();
+            start(policy.config(), socket, self.patience, most)?
+        };
         tracing::debug!(peer = %self.link.peer(), ?names, "TLS");
         self.input.secure(opener, &early);
         self.replies.secure(sealer);

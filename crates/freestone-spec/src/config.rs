@@ -31,6 +31,7 @@ use toml::de::{DeString, DeTable, DeValue};
 
 use crate::access::AccessWords;
 use crate::entries::{Entries, SpecError, nearest};
+use crate::handshake::HandshakeWords;
 use crate::kinds::registry::MAX_DEVICES;
 use crate::layers::NUMBER;
 use crate::metrics::MetricsWords;
@@ -49,10 +50,12 @@ const SAVE_AFTER_MIN_BYTES: u64 = 1 << 20;
 /// What `max_connections` can be.
 pub const MAX_CONNECTIONS_RANGE: RangeInclusive<i64> = 1..=65_536;
 
-const TOP_KEYS: [&str; 25] = [
+const TOP_KEYS: [&str; 36] = [
     "nbd",
+    "allow",
     "ublk",
     "control",
+    "control_read_only",
     "state",
     "save_every",
     "save_after",
@@ -63,6 +66,9 @@ const TOP_KEYS: [&str; 25] = [
     "control_mode",
     "control_user",
     "control_group",
+    "control_read_only_mode",
+    "control_read_only_user",
+    "control_read_only_group",
     "tls",
     "tls_cert",
     "tls_key",
@@ -71,12 +77,18 @@ const TOP_KEYS: [&str; 25] = [
     "allow_plaintext",
     "max_connections",
     "max_memory_in_flight",
+    "max_newcomers",
+    "newcomer_grace",
+    "connects_per_second",
+    "handshake_silence",
+    "handshake_timeout",
+    "handshake_bytes",
     "metrics",
     "metrics_open",
     "metrics_forks",
     "device",
 ];
-const EXPORT_KEYS: [&str; 5] = ["nbd", "vhost_user", "ublk", "queues", "read_only"];
+const EXPORT_KEYS: [&str; 6] = ["nbd", "vhost_user", "ublk", "queues", "read_only", "allow"];
 
 /// What the file says. Relative paths in it start at the directory of the file.
 #[derive(Debug, Default, PartialEq)]
@@ -85,10 +97,14 @@ pub struct FileConfig {
     pub devices: Vec<DeviceWords>,
     /// NBD addresses, unchecked.
     pub nbd: Vec<String>,
+    /// Who may connect to these, unchecked.
+    pub allow: Option<Vec<String>>,
     /// What is published is shown as block devices too.
     pub ublk: bool,
     /// Where the control socket goes.
     pub control: Option<PathBuf>,
+    /// Where one goes that changes nothing.
+    pub control_read_only: Option<PathBuf>,
     /// The directory of what is there after the next start.
     pub state: Option<PathBuf>,
     /// So often what devices keep is saved.
@@ -101,12 +117,16 @@ pub struct FileConfig {
     pub sockets: AccessWords,
     /// Who may connect to the control socket.
     pub control_socket: AccessWords,
+    /// Who may connect to the one that changes nothing.
+    pub control_read_only_socket: AccessWords,
     /// TLS of NBD.
     pub tls: TlsWords,
     /// Most NBD connections at one time.
     pub max_connections: Option<u32>,
     /// Most bytes that connections hold for requests.
     pub max_memory_in_flight: Option<u64>,
+    /// What clients may take before they have an export.
+    pub handshake: HandshakeWords,
     /// Who is told how busy the server is.
     pub metrics: MetricsWords,
     /// The directory of the file.
@@ -140,6 +160,8 @@ pub struct ExportWords {
     pub queues: Option<u16>,
     /// Nobody writes there.
     pub read_only: bool,
+    /// Who may connect there; `None`: whoever can.
+    pub allow: Option<Vec<String>>,
     /// Where it stands.
     pub line: usize,
 }
@@ -248,20 +270,17 @@ fn wrong<T>(why: impl Into<String>) -> Result<T, Wrong> {
 impl FileConfig {
     fn take(&mut self, lines: &Lines<'_>, key: &str, value: Spanned<DeValue<'_>>) -> Result<(), Wrong> {
         match (key, value.into_inner()) {
-            ("nbd", DeValue::String(address)) => self.nbd.push(address.into_owned()),
-            ("nbd", DeValue::Array(list)) => {
-                for entry in list {
-                    match entry.into_inner() {
-                        DeValue::String(address) => self.nbd.push(address.into_owned()),
-                        _ => return wrong("nbd: must be a text or a list of texts"),
-                    }
-                }
-            }
-            ("nbd", _) => return wrong("nbd: must be a text or a list of texts"),
+            ("nbd", value) => self.nbd = texts(key, &value).map_err(|why| (None, why))?,
+            ("allow", value) => self.allow = Some(texts(key, &value).map_err(|why| (None, why))?),
             ("ublk", DeValue::Boolean(yes)) => self.ublk = yes,
             ("ublk", _) => return wrong("ublk: must be true or false"),
             ("control", DeValue::String(path)) => self.control = Some(PathBuf::from(&*path)),
-            ("control", _) => return wrong("control: must be a path as a text"),
+            ("control_read_only", DeValue::String(path)) => {
+                self.control_read_only = Some(PathBuf::from(&*path));
+            }
+            ("control" | "control_read_only", _) => {
+                return wrong(format!("{key}: must be a path as a text"));
+            }
             ("state", DeValue::String(path)) => self.state = Some(PathBuf::from(&*path)),
             ("state", _) => return wrong("state: must be a path as a text"),
             ("save_every", DeValue::String(text)) => {
@@ -284,6 +303,18 @@ impl FileConfig {
             ("control_mode" | "control_user" | "control_group", value) => {
                 self.control_socket.take(key, &value).map_err(|why| (None, why))?;
             }
+            ("control_read_only_mode" | "control_read_only_user" | "control_read_only_group", value) => {
+                self.control_read_only_socket.take(key, &value).map_err(|why| (None, why))?;
+            }
+            (
+                "max_newcomers"
+                | "newcomer_grace"
+                | "connects_per_second"
+                | "handshake_silence"
+                | "handshake_timeout"
+                | "handshake_bytes",
+                value,
+            ) => self.handshake.take(key, &value).map_err(|why| (None, why))?,
             (
                 "tls" | "tls_cert" | "tls_key" | "tls_client_ca" | "tls_client_crl" | "allow_plaintext",
                 value,
@@ -323,6 +354,18 @@ impl FileConfig {
             }
         }
         Ok(())
+    }
+}
+
+/// A text, or a list of texts. The error is a sentence.
+fn texts(key: &str, value: &DeValue<'_>) -> Result<Vec<String>, String> {
+    let text = |value: &DeValue<'_>| match value {
+        DeValue::String(text) => Ok(text.clone().into_owned()),
+        _ => Err(format!("{key}: must be a text or a list of texts")),
+    };
+    match value {
+        DeValue::Array(list) => list.iter().map(|entry| text(entry.get_ref())).collect(),
+        value => Ok(vec![text(value)?]),
     }
 }
 
@@ -450,6 +493,10 @@ impl DeviceWords {
                 ("vhost_user", DeValue::String(address)) => export.vhost_user = Some(address.to_string()),
                 ("ublk", DeValue::Boolean(yes)) => export.ublk = *yes,
                 ("read_only", DeValue::Boolean(yes)) => export.read_only = *yes,
+                ("allow", value) => {
+                    let said = texts("allow", value);
+                    export.allow = Some(said.map_err(|why| (at, format!("{name}: export: {why}")))?);
+                }
                 ("queues", _) => match integer(&value).and_then(|number| u16::try_from(number).ok()) {
                     Some(queues) => export.queues = Some(queues),
                     None => return Err((at, format!("{name}: export: queues: must be a number"))),
@@ -473,6 +520,9 @@ impl DeviceWords {
         let places = [export.nbd.is_some(), export.vhost_user.is_some(), export.ublk];
         if places.iter().filter(|place| **place).count() != 1 {
             return Err((span, format!("{name}: {EXPORT_FORM}")));
+        }
+        if export.allow.is_some() && export.ublk {
+            return Err((span, format!("{name}: export: allow: not with ublk")));
         }
         if export.queues.is_some() && !export.ublk {
             return Err((span, format!("{name}: export: queues: only with ublk")));

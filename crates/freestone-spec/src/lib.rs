@@ -14,6 +14,7 @@ pub mod entries;
 pub mod family;
 mod files;
 mod full;
+pub mod handshake;
 pub mod keys;
 pub mod kinds;
 pub mod layers;

@@ -128,6 +128,7 @@ const fn number(errno: Errno) -> i32 {
         Errno::EOVERFLOW => libc::EOVERFLOW,
         Errno::ECANCELED => libc::ECANCELED,
         Errno::ECONNREFUSED => libc::ECONNREFUSED,
+        Errno::EPERM => libc::EPERM,
     }
 }
 

@@ -20,6 +20,8 @@ pub enum Errno {
     EOPNOTSUPP,
     /// The device does not change.
     EROFS,
+    /// Not at the control socket that changes nothing.
+    EPERM,
     /// The device could not be set up; a read or write of its backing device failed;
     /// `writeback_limit` is used up.
     EIO,

@@ -53,6 +53,9 @@ pub struct Export {
     /// Nobody writes there.
     #[serde(default, skip_serializing_if = "is_false")]
     pub read_only: bool,
+    /// Only these may connect there, in words of the program; none: whoever can.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub allow: Vec<String>,
     /// A file has declared it.
     #[serde(default, skip_serializing_if = "is_false")]
     pub declared: bool,

@@ -1,12 +1,13 @@
 //! A device at a socket.
 
 use std::fmt;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use freestone_core::allow::{AllowList, Denials, peer_of};
 use freestone_core::budget::Budget;
 use freestone_core::device::{Device, Disk, Failures};
 use freestone_core::unix_socket::{Access, BindError, SocketFile, bind_to};
@@ -52,8 +53,12 @@ pub struct Options {
     /// Before a queue's thread sleeps it looks for more requests for up to 32 us, where waits were that
     /// short of late; else it sleeps at once.
     pub look_out: bool,
-    /// Who may connect.
+    /// Who may connect to the socket that is made.
     pub access: Access,
+    /// Of those who can, who may; `None`: all. Who is not on the list is closed as soon as accepted.
+    pub allow: Option<AllowList>,
+    /// Where those who may not are counted.
+    pub denials: Arc<Denials>,
 }
 
 impl Options {
@@ -67,6 +72,8 @@ impl Options {
             workers,
             look_out: true,
             access: Access::default(),
+            allow: None,
+            denials: Arc::default(),
         }
     }
 }
@@ -102,6 +109,8 @@ struct State {
     guest: Option<Arc<Guest>>,
     /// While there are any, no frontend is let in.
     holds: usize,
+    /// Who may be a frontend, where not all may.
+    allow: Option<AllowList>,
 }
 
 impl State {
@@ -156,7 +165,8 @@ impl Export {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let disk = Disk::new(name, options.read_only, device, Arc::clone(&options.failures));
         let read_only = disk.read_only;
-        let state = State { disk: Some(Arc::new(disk)), file: Some(file), ..State::default() };
+        let allow = options.allow.clone();
+        let state = State { disk: Some(Arc::new(disk)), file: Some(file), allow, ..State::default() };
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -195,6 +205,16 @@ impl Export {
     /// Whether a frontend is connected.
     pub fn is_connected(&self) -> bool {
         self.shared.lock().guest.is_some()
+    }
+
+    /// Who may connect from now on, `None`: whoever can. A frontend that is there stays.
+    pub fn set_allow(&self, allow: Option<AllowList>) {
+        self.shared.lock().allow = allow;
+    }
+
+    /// The list of who may connect, where there is one.
+    pub fn allow(&self) -> Option<AllowList> {
+        self.shared.lock().allow.clone()
     }
 
     /// Lets no frontend in until what it returns is dropped; one that is connected stays.
@@ -311,6 +331,13 @@ fn serve(shared: &Shared, socket: &OwnedFd, name: &str, options: &Options) {
                 continue;
             }
         };
+        let allow = shared.lock().allow.clone();
+        if allow.is_some_and(|allow| !allow.lets_in(connection.as_fd())) {
+            let peer = peer_of(connection.as_fd());
+            let peer = peer.map_or_else(|| "unknown".to_owned(), |peer| peer.to_string());
+            options.denials.add(&format_args!("{name}: vhost-user"), &peer);
+            continue;
+        }
         let guest = Arc::new(Guest::new(connection));
         let disk = {
             let mut state = shared.lock();

@@ -22,6 +22,8 @@ use super::socket::PrivateSocket;
 
 /// Connections served at one time; one more waits until there is room for it.
 const MAX_CONNECTIONS: usize = 2048;
+/// The same at the socket that is read-only: who looks takes no memory that verbs may need.
+const MAX_READ_ONLY_CONNECTIONS: usize = 128;
 /// A client that does not read its answer for so long is cut off.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the end of the server waits for verbs that are running.
@@ -48,6 +50,11 @@ impl ControlServer {
     /// Serves at the socket; who connected before is served now.
     pub fn start(socket: PrivateSocket, handler: Arc<dyn Handler>) -> Result<Self> {
         Self::start_for(MAX_CONNECTIONS, socket, handler)
+    }
+
+    /// The same for a socket at which others only look.
+    pub fn start_read_only(socket: PrivateSocket, handler: Arc<dyn Handler>) -> Result<Self> {
+        Self::start_for(MAX_READ_ONLY_CONNECTIONS, socket, handler)
     }
 
     fn start_for(places: usize, socket: PrivateSocket, handler: Arc<dyn Handler>) -> Result<Self> {

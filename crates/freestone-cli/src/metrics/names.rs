@@ -87,6 +87,7 @@ metrics! {
     CONNECTIONS = "freestone_nbd_connections", Gauge, "Connections of NBD clients";
     ACCEPTED = "freestone_nbd_connections_accepted", Counter, "Connections of NBD clients that were accepted";
     REFUSED = "freestone_nbd_connections_refused", Counter, "Connections of NBD clients that were closed at once, as there were too many";
+    DENIED = "freestone_connections_denied", Counter, "Connections of NBD clients and virtual machines that were closed at once, as their address does not allow them";
     SIZE = "freestone_device_size_bytes", Gauge, "Size of a device";
     MEMORY = "freestone_device_memory_bytes", Gauge, "Memory that is charged to a device, no fork, that stores in memory";
     STORED = "freestone_device_stored_bytes", Gauge, "What such a device holds itself, before compression";

@@ -10,7 +10,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
 use super::names::{
-    ACCEPTED, Asked, BUILD, CONNECTIONS, DEVICE, DEVICES, EXPORT, EXPORT_CONNECTIONS, FAMILY_LIMIT,
+    ACCEPTED, Asked, BUILD, CONNECTIONS, DENIED, DEVICE, DEVICES, EXPORT, EXPORT_CONNECTIONS, FAMILY_LIMIT,
     FAMILY_MEMORY, FORK, FORKS, FORKS_ASKED, LEFT_OUT, MEMORY, Metric, REFUSED, RESIDENT, SIZE, STORED, Type,
 };
 use super::scrape::Scrape;
@@ -39,6 +39,7 @@ impl Collector for Scrape {
         gauges(&mut to, CONNECTIONS, [(&[][..], self.nbd.connections)])?;
         counter(&mut to, ACCEPTED, self.nbd.accepted)?;
         counter(&mut to, REFUSED, self.nbd.refused)?;
+        counter(&mut to, DENIED, self.nbd.denied)?;
 
         let devices: Vec<Whose<'_>> = self
             .devices

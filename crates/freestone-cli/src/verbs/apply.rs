@@ -53,6 +53,7 @@ pub struct Reply {
 
 impl Verb for Apply {
     const METHOD: &'static str = "apply";
+    const READ_ONLY: bool = false;
     type Params = Params;
     type Reply = Reply;
 

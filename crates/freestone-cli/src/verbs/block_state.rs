@@ -66,6 +66,7 @@ impl Params {
 
 impl Verb for BlockState {
     const METHOD: &'static str = "block-state";
+    const READ_ONLY: bool = true;
     type Params = Params;
     type Reply = Reply;
 

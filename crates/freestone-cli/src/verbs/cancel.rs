@@ -36,6 +36,7 @@ impl From<Line> for Which {
 
 impl Verb for Cancel {
     const METHOD: &'static str = "cancel";
+    const READ_ONLY: bool = false;
     type Params = Which;
     type Reply = Reply;
 

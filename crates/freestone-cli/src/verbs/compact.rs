@@ -31,6 +31,7 @@ pub struct Reply {
 
 impl Verb for Compact {
     const METHOD: &'static str = "compact";
+    const READ_ONLY: bool = false;
     const LONG: Option<fn(&Self::Params) -> String> = Some(|params| params.name.clone());
     type Params = Params;
     type Reply = Reply;

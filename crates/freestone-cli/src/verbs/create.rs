@@ -64,6 +64,7 @@ pub struct Reply {
 
 impl Verb for Create {
     const METHOD: &'static str = "create";
+    const READ_ONLY: bool = false;
     type Params = Params;
     type Reply = Reply;
 

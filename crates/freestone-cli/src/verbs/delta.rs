@@ -137,6 +137,7 @@ struct Row {
 
 impl Verb for Show {
     const METHOD: &'static str = "delta.show";
+    const READ_ONLY: bool = false;
     type Params = Name;
     type Reply = Shown;
 
@@ -204,6 +205,7 @@ pub struct Saved {
 
 impl Verb for Save {
     const METHOD: &'static str = "delta.save";
+    const READ_ONLY: bool = false;
     const LONG: Option<fn(&Self::Params) -> String> = Some(|params| params.name.clone());
     type Params = NameAndFile;
     type Reply = Saved;
@@ -264,6 +266,7 @@ pub struct Applied {
 
 impl Verb for Apply {
     const METHOD: &'static str = "delta.apply";
+    const READ_ONLY: bool = false;
     const LONG: Option<fn(&Self::Params) -> String> = Some(|params| params.name.clone());
     type Params = ApplyParams;
     type Reply = Applied;

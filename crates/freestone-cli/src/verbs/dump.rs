@@ -11,7 +11,9 @@ use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 use super::Verb;
+use crate::allow;
 use crate::control::protocol::Fault;
+use crate::handshake;
 use crate::paths::address_text;
 use crate::places::{Place, Wanted};
 use crate::recording;
@@ -33,6 +35,7 @@ pub struct Reply {
 
 impl Verb for Dump {
     const METHOD: &'static str = "dump";
+    const READ_ONLY: bool = true;
     type Params = Params;
     type Reply = Reply;
 
@@ -65,8 +68,13 @@ fn server(service: &Service) -> Table {
     let mut home = service.exports.home();
     home.retain(|address| *address != Address::Stdin);
     file.insert("nbd".into(), home.iter().map(address_text).collect::<Vec<_>>().into());
-    if let Some(control) = service.control.get() {
-        file.insert("control".into(), path_text::text(control).into());
+    if let Some(list) = service.exports.home_allow() {
+        file.insert("allow".into(), allow::words(&list).into());
+    }
+    for (key, control) in [("control", &service.control), ("control_read_only", &service.control_read_only)] {
+        if let Some(control) = control.get() {
+            file.insert(key.into(), path_text::text(control).into());
+        }
     }
     if let Some(state) = service.records.state() {
         file.insert("state".into(), path_text::text(state.dir()).into());
@@ -74,9 +82,8 @@ fn server(service: &Service) -> Table {
     for (key, value) in service.saves.keys() {
         file.insert(key.into(), value.into());
     }
-    let access = &service.access;
-    for (prefix, words) in [("socket", &access.sockets.words), ("control", &access.control.words)] {
-        file.extend(words.keys(prefix).into_iter().map(|(key, value)| (key, value.into())));
+    for (prefix, who) in service.access.each() {
+        file.extend(who.words.keys(prefix).into_iter().map(|(key, value)| (key, value.into())));
     }
     for (key, value) in service.exports.tls.words.texts() {
         match value {
@@ -95,6 +102,12 @@ fn server(service: &Service) -> Table {
     }
     if limits.max_memory_in_flight != usual.max_memory_in_flight {
         file.insert("max_memory_in_flight".into(), size::exact(limits.max_memory_in_flight).into());
+    }
+    for ((key, value), (_, usual)) in handshake::keys(limits).into_iter().zip(handshake::keys(&usual)) {
+        if value != usual {
+            // One of them is a number.
+            file.insert(key.into(), value.parse::<i64>().map_or(Value::String(value), Value::Integer));
+        }
     }
     file
 }
@@ -133,6 +146,9 @@ fn export(wanted: &Wanted) -> Value {
     }
     if wanted.read_only {
         export.insert("read_only".into(), true.into());
+    }
+    if let Some(list) = &wanted.allow {
+        export.insert("allow".into(), allow::words(list).into());
     }
     Value::Table(export)
 }

@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 
 use clap::Args;
-use freestone_nbd::Address;
+use freestone_nbd::{Address, AllowList};
 use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::Spec;
 use freestone_spec::kinds::registry::MAX_DEVICES;
@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::{Verb, keys};
+use crate::allow;
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
@@ -42,6 +43,9 @@ pub struct Line {
     /// the number
     #[arg(long, value_name = "ADDR", value_parser = keys::words_parser())]
     nbd: Option<String>,
+    /// Who may connect there.
+    #[arg(long, value_name = "WHO", help = allow::HELP, value_delimiter = ',', requires = "nbd")]
+    allow: Vec<String>,
     /// A fork for every connection, gone when that ends
     #[arg(long, conflicts_with = "count")]
     template: bool,
@@ -63,6 +67,8 @@ pub struct Params {
     name: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     nbd: Option<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    allow: Vec<String>,
     #[serde(default)]
     template: bool,
     /// Seconds.
@@ -81,12 +87,12 @@ impl TryFrom<Line> for Params {
     type Error = Usage;
 
     fn try_from(line: Line) -> Result<Self, Usage> {
-        let Line { base, name, words, nbd, template, ttl, count, if_absent } = line;
+        let Line { base, name, words, nbd, allow, template, ttl, count, if_absent } = line;
         let keys = keys::of_words(&name, if template { "template" } else { "fork" }, &words)?;
         if let Some(key) = ["base", "ttl", "publish"].into_iter().find(|key| keys.contains_key(*key)) {
             return Err(Usage(format!("{name}: fork: {key}: not as a key here; see --help")));
         }
-        let mut params = Self { base, name, nbd, template, ttl, count, if_absent, keys };
+        let mut params = Self { base, name, nbd, allow, template, ttl, count, if_absent, keys };
         if let Some(nbd) = &params.nbd {
             let absolute = parse_address(nbd, None);
             let absolute = absolute.map_err(|e| Usage(format!("{}: --nbd: {e}", params.name)))?;
@@ -102,6 +108,7 @@ impl TryFrom<Line> for Params {
 struct One {
     spec: Spec,
     address: Option<Address>,
+    allow: Option<AllowList>,
 }
 
 impl Params {
@@ -116,14 +123,19 @@ impl Params {
         if self.ttl.is_some() && !self.template {
             return Err(invalid("ttl is for a template".into()));
         }
-        let Some(count) = self.count else { return Ok(vec![self.one(None)?]) };
+        if self.nbd.is_none() && !self.allow.is_empty() {
+            return Err(invalid("allow: of which address? nbd is missing".into()));
+        }
+        let list = (!self.allow.is_empty()).then(|| allow::parse(&self.allow)).transpose();
+        let list = list.map_err(|why| invalid(format!("allow: {why}")))?;
+        let Some(count) = self.count else { return Ok(vec![self.one(None, list)?]) };
         if !(1..=MAX_DEVICES).contains(&count) {
             return Err(invalid(format!("count={count}: must be a number from 1 to {MAX_DEVICES}")));
         }
-        (0..count).map(|number| self.one(Some(number))).collect()
+        (0..count).map(|number| self.one(Some(number), list.clone())).collect()
     }
 
-    fn one(&self, number: Option<usize>) -> Result<One, Fault> {
+    fn one(&self, number: Option<usize>, allow: Option<AllowList>) -> Result<One, Fault> {
         let at = |text: &str| match number {
             Some(number) => text.replace(NUMBER, &number.to_string()),
             None => text.to_owned(),
@@ -146,7 +158,12 @@ impl Params {
         let address = self.nbd.as_deref().map(|nbd| {
             parse_address(&at(nbd), None).map_err(|e| Fault::invalid(format!("{name}: nbd: {e}")))
         });
-        Ok(One { spec, address: address.transpose()? })
+        let address = address.transpose()?;
+        if let (Some(address), Some(list)) = (&address, &allow) {
+            allow::check(list, address)
+                .map_err(|why| Fault::invalid(format!("{name}: fork: allow: {why}")))?;
+        }
+        Ok(One { spec, address, allow })
     }
 }
 
@@ -174,6 +191,7 @@ struct Made {
 
 impl Verb for Fork {
     const METHOD: &'static str = "fork";
+    const READ_ONLY: bool = false;
     type Params = Params;
     type Reply = Reply;
 
@@ -184,8 +202,9 @@ impl Verb for Fork {
         let recording = Recording::begin(service, &claim, Self::METHOD, &names)?;
         let mut made = Vec::with_capacity(plan.len());
         let mut each = plan.into_iter();
-        let done = each.try_for_each(|One { spec, address }| {
-            made.push(make(service, &claim, spec, address.as_ref(), params.if_absent)?);
+        let done = each.try_for_each(|One { spec, address, allow }| {
+            let at = address.as_ref().map(|address| (address, allow.as_ref()));
+            made.push(make(service, &claim, spec, at, params.if_absent)?);
             Ok(())
         });
         done.and_then(|()| recording.commit()).inspect_err(|_| {
@@ -229,7 +248,7 @@ fn make(
     service: &Service,
     claim: &Claim<'_>,
     spec: Spec,
-    address: Option<&Address>,
+    at: Option<(&Address, Option<&AllowList>)>,
     if_absent: bool,
 ) -> Result<(std::sync::Arc<Entry>, bool), Fault> {
     let (entry, created) = if if_absent {
@@ -237,9 +256,14 @@ fn make(
     } else {
         (service.create(claim, spec, false)?, true)
     };
-    if let Some(address) = address {
+    if let Some((address, allow)) = at {
         let there = !created && service.exports.is_at(entry.name(), address);
-        if !there && let Err(fault) = service.exports.publish(claim, &entry, address, false) {
+        let published = if there {
+            service.exports.check_same(entry.name(), address, allow)
+        } else {
+            service.exports.publish(claim, &entry, address, false, allow).map(drop)
+        };
+        if let Err(fault) = published {
             if created {
                 service.undo(claim, &entry);
             }

@@ -27,6 +27,7 @@ pub struct Params {
 
 impl Verb for Get {
     const METHOD: &'static str = "get";
+    const READ_ONLY: bool = true;
     type Params = Params;
     /// Attributes and their values; sizes in bytes.
     type Reply = Map<String, Value>;

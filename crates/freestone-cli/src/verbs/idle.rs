@@ -40,6 +40,7 @@ pub struct Reply {
 
 impl Verb for Idle {
     const METHOD: &'static str = "idle";
+    const READ_ONLY: bool = false;
     type Params = Params;
     type Reply = Reply;
 

@@ -36,6 +36,7 @@ pub struct Reply {
 
 impl Verb for AllJobs {
     const METHOD: &'static str = "jobs";
+    const READ_ONLY: bool = true;
     type Params = Which;
     type Reply = Reply;
 

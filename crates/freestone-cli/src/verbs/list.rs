@@ -128,6 +128,7 @@ impl Changed {
 
 impl Verb for List {
     const METHOD: &'static str = "list";
+    const READ_ONLY: bool = true;
     type Params = Params;
     type Reply = Reply;
 

@@ -35,6 +35,7 @@ pub struct Reply {
 
 impl Verb for Mark {
     const METHOD: &'static str = "mark";
+    const READ_ONLY: bool = false;
     type Params = Params;
     type Reply = Reply;
 

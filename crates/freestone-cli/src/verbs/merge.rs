@@ -93,6 +93,7 @@ fn claim<'a>(service: &'a Service, name: &str) -> Result<(Claim<'a>, Arc<Entry>)
 
 impl Verb for Merge {
     const METHOD: &'static str = "merge";
+    const READ_ONLY: bool = false;
     const LONG: Option<fn(&Self::Params) -> String> = Some(|params| params.name.clone());
     type Params = Params;
     type Reply = Reply;

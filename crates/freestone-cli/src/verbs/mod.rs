@@ -51,6 +51,7 @@ pub mod zones;
 use std::fmt::Display;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
 use clap::Args;
@@ -78,6 +79,9 @@ pub trait Verb {
     /// It may take long: it takes `background` and `tag` besides its parameters. What it is done to: a
     /// device, or of a restore a file.
     const LONG: Option<fn(&Self::Params) -> String> = None;
+    /// It changes nothing whatever its parameters, takes nothing that others wait for, and ends soon: it
+    /// is answered at the control socket that is read-only, too.
+    const READ_ONLY: bool;
     /// Named parameters; unknown ones are refused.
     type Params: Serialize + DeserializeOwned;
     /// The result.
@@ -163,7 +167,14 @@ fn errno_of(error: device::Error) -> Errno {
 
 type Run = fn(&Service, Option<Value>) -> Result<Box<RawValue>, Fault>;
 
-const VERBS: [(&str, Run); 36] = [
+/// A verb as the server knows it.
+struct Known {
+    method: &'static str,
+    is_read_only: bool,
+    run: Run,
+}
+
+const VERBS: [Known; 36] = [
     entry::<list::List>(),
     entry::<stat::Stat>(),
     entry::<top::Top>(),
@@ -202,8 +213,9 @@ const VERBS: [(&str, Run); 36] = [
     entry::<shutdown::Shutdown>(),
 ];
 
-const fn entry<V: Verb>() -> (&'static str, Run) {
-    (V::METHOD, run::<V>)
+const fn entry<V: Verb>() -> Known {
+    const { assert!(!V::READ_ONLY || V::LONG.is_none(), "what takes long is no look") };
+    Known { method: V::METHOD, is_read_only: V::READ_ONLY, run: run::<V> }
 }
 
 fn run<V: Verb>(service: &Service, params: Option<Value>) -> Result<Box<RawValue>, Fault> {
@@ -271,10 +283,33 @@ fn run_in_background<V: Verb>(
 impl Handler for Service {
     /// Runs the verb of that name.
     fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, Fault> {
-        match VERBS.iter().find(|(name, _)| *name == method) {
-            Some((_, run)) => run(self, params),
-            None => Err(Fault::no_method(method, &VERBS.map(|(name, _)| name))),
+        (known(method)?.run)(self, params)
+    }
+}
+
+fn known(method: &str) -> Result<&'static Known, Fault> {
+    let found = VERBS.iter().find(|known| known.method == method);
+    found.ok_or_else(|| Fault::no_method(method, &VERBS.each_ref().map(|known| known.method)))
+}
+
+/// Answers what changes nothing.
+pub struct ReadOnly(pub Arc<Service>);
+
+impl Handler for ReadOnly {
+    fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, Fault> {
+        let known = known(method)?;
+        if !known.is_read_only {
+            let at = self
+                .0
+                .control_read_only
+                .get()
+                .map_or_else(|| "this socket".into(), |at| at.display().to_string());
+            let may: Vec<_> =
+                VERBS.iter().filter(|known| known.is_read_only).map(|known| known.method).collect();
+            let why = format!("{method}: not at {at}, which is read-only: it answers {}", may.join(", "));
+            return Err(Fault::failed(Errno::EPERM, why));
         }
+        (known.run)(&self.0, params)
     }
 }
 

@@ -100,6 +100,7 @@ fn point(at: &str) -> Point {
 
 impl Verb for PowerCut {
     const METHOD: &'static str = "power-cut";
+    const READ_ONLY: bool = false;
     type Params = Params;
     type Reply = Reply;
 

@@ -4,12 +4,13 @@ use std::io::{self, Write};
 use std::sync::Arc;
 
 use clap::Args;
-use freestone_nbd::Address;
+use freestone_nbd::{Address, AllowList};
 use freestone_spec::kinds::{Entry, Spec};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::{Verb, keys};
+use crate::allow;
 use crate::alone::{Alone, Shown};
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
@@ -47,6 +48,10 @@ pub struct Params {
     #[arg(long, value_name = "N", requires = "ublk", value_parser = clap::value_parser!(u16).range(1..=16))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     queues: Option<u16>,
+    /// Who may connect there.
+    #[arg(long, value_name = "WHO", help = allow::HELP, value_delimiter = ',')]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    allow: Vec<String>,
     /// Clients cannot write
     #[arg(long)]
     #[serde(default)]
@@ -91,6 +96,12 @@ impl Params {
             }
         }
         Ok(self)
+    }
+
+    /// The list of who may connect at one of the places.
+    fn allow_at(&self, place: &Place) -> Result<Option<AllowList>, Fault> {
+        let said = (!self.allow.is_empty()).then(|| place.allow(&self.allow)).transpose();
+        said.map_err(|why| Fault::invalid(format!("{}: publish: allow: {why}", self.name)))
     }
 
     /// Where it is to be seen, by these keys.
@@ -163,13 +174,22 @@ pub struct Reply {
 
 impl Verb for Publish {
     const METHOD: &'static str = "publish";
+    const READ_ONLY: bool = false;
     type Params = Params;
     type Reply = Reply;
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let template = params.template_spec()?;
         let places = params.places(["nbd", "vhost_user"])?;
-        let Params { name, read_only, .. } = params;
+        let with_list = |place: Place| {
+            let allow = params.allow_at(&place)?;
+            Ok(Wanted { place, read_only: params.read_only, allow })
+        };
+        let places: Vec<_> = places.into_iter().map(with_list).collect::<Result<_, Fault>>()?;
+        if places.is_empty() && !params.allow.is_empty() {
+            return Err(Fault::invalid(format!("{}: publish: allow: of which address?", params.name)));
+        }
+        let Params { name, .. } = params;
         let claim = match &template {
             Some(spec) => service.claim_new(Self::METHOD, [spec])?,
             None => service.claim(Self::METHOD, &name)?,
@@ -190,8 +210,7 @@ impl Verb for Publish {
         let again = withheld.as_ref().map(|seen| service.show(&claim, &entry, seen));
         let again = again.unwrap_or(Ok(()));
         let published = again.and_then(|()| {
-            let wanted = places.into_iter().map(|place| Wanted { place, read_only });
-            let reply = publish(service, &claim, &entry, wanted, &mut shown)?;
+            let reply = publish(service, &claim, &entry, places.into_iter(), &mut shown)?;
             recording.commit().map(|()| reply)
         });
         published.inspect_err(|_| {

@@ -89,6 +89,7 @@ impl Params {
 
 impl Verb for Pull {
     const METHOD: &'static str = "pull";
+    const READ_ONLY: bool = false;
     const LONG: Option<fn(&Params) -> String> = Some(|params| params.name.clone());
     type Params = Params;
     type Reply = Reply;

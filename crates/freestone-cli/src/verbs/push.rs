@@ -143,6 +143,7 @@ impl Params {
 
 impl Verb for Push {
     const METHOD: &'static str = "push";
+    const READ_ONLY: bool = false;
     const LONG: Option<fn(&Params) -> String> = Some(|params| params.name.clone());
     type Params = Params;
     type Reply = Reply;

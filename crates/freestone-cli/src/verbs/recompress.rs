@@ -122,6 +122,7 @@ pub struct Reply {
 
 impl Verb for Recompress {
     const METHOD: &'static str = "recompress";
+    const READ_ONLY: bool = false;
     const LONG: Option<fn(&Self::Params) -> String> = Some(|params| params.name.clone());
     type Params = Params;
     type Reply = Reply;

@@ -31,6 +31,7 @@ pub struct Reply {
 
 impl Verb for Release {
     const METHOD: &'static str = "release";
+    const READ_ONLY: bool = false;
     type Params = Params;
     type Reply = Reply;
 

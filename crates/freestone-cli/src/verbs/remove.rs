@@ -69,6 +69,7 @@ pub struct Reply {
 
 impl Verb for Remove {
     const METHOD: &'static str = "remove";
+    const READ_ONLY: bool = false;
     const LONG: Option<fn(&Self::Params) -> String> = Some(|params| params.name.clone());
     type Params = Params;
     type Reply = Reply;

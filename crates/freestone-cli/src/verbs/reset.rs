@@ -52,6 +52,7 @@ pub struct Reply {
 
 impl Verb for Reset {
     const METHOD: &'static str = "reset";
+    const READ_ONLY: bool = false;
     type Params = Params;
     type Reply = Reply;
 

@@ -125,6 +125,7 @@ struct Made {
 
 impl Verb for Restore {
     const METHOD: &'static str = "restore";
+    const READ_ONLY: bool = false;
     const LONG: Option<fn(&Params) -> String> = Some(|params| params.file.display().to_string());
     type Params = Params;
     type Reply = Reply;

@@ -66,6 +66,7 @@ pub struct Reply {
 
 impl Verb for Rewind {
     const METHOD: &'static str = "rewind";
+    const READ_ONLY: bool = false;
     type Params = Params;
     type Reply = Reply;
 

@@ -88,6 +88,7 @@ pub struct Reply {
 
 impl Verb for Save {
     const METHOD: &'static str = "save";
+    const READ_ONLY: bool = false;
     const LONG: Option<fn(&Params) -> String> =
         Some(|params| params.names.first().cloned().unwrap_or_default());
     type Params = Params;

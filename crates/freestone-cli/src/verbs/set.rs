@@ -56,6 +56,7 @@ impl TryFrom<Line> for Params {
 
 impl Verb for Set {
     const METHOD: &'static str = "set";
+    const READ_ONLY: bool = false;
     type Params = Params;
     /// The attributes that were set, with their values of now.
     type Reply = Map<String, Value>;

@@ -54,6 +54,7 @@ pub struct Reply {
 
 impl Verb for Shutdown {
     const METHOD: &'static str = "shutdown";
+    const READ_ONLY: bool = false;
     type Params = Params;
     type Reply = Reply;
 

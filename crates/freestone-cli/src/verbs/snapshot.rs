@@ -157,6 +157,7 @@ struct Made {
 
 impl Verb for Snapshot {
     const METHOD: &'static str = "snapshot";
+    const READ_ONLY: bool = false;
     type Params = Params;
     type Reply = Reply;
 

@@ -23,6 +23,7 @@ use serde_json::{Map, Value, json};
 use super::list::{Changed, LOOK_MAX};
 use super::pattern::Pattern;
 use super::{Common, Verb};
+use crate::allow;
 use crate::control::protocol::Fault;
 use crate::error;
 use crate::process;
@@ -78,6 +79,7 @@ struct Many {
 
 impl Verb for Stat {
     const METHOD: &'static str = "stat";
+    const READ_ONLY: bool = true;
     type Params = Params;
     type Reply = Reply;
 
@@ -103,6 +105,8 @@ impl Verb for Stat {
             "version": env!("CARGO_PKG_VERSION"),
             "pid": std::process::id(),
             "addresses": addresses,
+            "allow": service.exports.home_allow().as_ref().map(allow::words),
+            "denied": service.exports.nbd.denials().count(),
             "process_rss_bytes": process.rss_bytes,
             "process_pss_bytes": process.pss_bytes,
             "metrics": service.metrics_url.get(),

@@ -38,6 +38,7 @@ pub struct Reply {
 
 impl Verb for Trace {
     const METHOD: &'static str = "trace";
+    const READ_ONLY: bool = false;
     type Params = Params;
     type Reply = Reply;
 

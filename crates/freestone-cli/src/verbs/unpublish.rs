@@ -36,6 +36,7 @@ pub struct Reply {
 
 impl Verb for Unpublish {
     const METHOD: &'static str = "unpublish";
+    const READ_ONLY: bool = false;
     type Params = Params;
     type Reply = Reply;
 

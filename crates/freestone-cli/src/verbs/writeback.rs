@@ -108,6 +108,7 @@ pub struct Reply {
 
 impl Verb for Writeback {
     const METHOD: &'static str = "writeback";
+    const READ_ONLY: bool = false;
     const LONG: Option<fn(&Self::Params) -> String> = Some(|params| params.name.clone());
     type Params = Params;
     type Reply = Reply;

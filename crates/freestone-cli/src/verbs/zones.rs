@@ -149,6 +149,7 @@ impl Row {
 
 impl Verb for Zones {
     const METHOD: &'static str = "zones";
+    const READ_ONLY: bool = false;
     type Params = Params;
     type Reply = Reply;
 

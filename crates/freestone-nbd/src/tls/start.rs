@@ -15,13 +15,10 @@ use super::keys::Keys;
 use super::names::names_of;
 use super::opener::{Opener, SEALED_BUFFER_BYTES};
 use super::sealer::Sealer;
+use crate::limits::MAX_HANDSHAKE_BYTES;
 use crate::receive::{Impatient, Patience, receive_into};
 
-/// Most that a client may send before it is known, in bytes: a chain of certificates is a tenth of
-/// it.
-pub const MAX_TLS_HANDSHAKE_BYTES: usize = 64 << 10;
-
-const _: () = assert!(MAX_TLS_HANDSHAKE_BYTES <= SEALED_BUFFER_BYTES);
+const _: () = assert!(MAX_HANDSHAKE_BYTES <= SEALED_BUFFER_BYTES);
 
 /// A connection by TLS.
 pub struct Started {
@@ -76,11 +73,13 @@ enum Next {
     Failed(Error),
 }
 
-/// Shakes hands with a client that was told that it may.
+/// Shakes hands with a client that was told that it may, and that may send at most so many bytes
+/// before it is known; a chain of certificates is a tenth of what is usual.
 pub fn start(
     config: Arc<ServerConfig>,
     socket: BorrowedFd<'_>,
     patience: Patience,
+    most: usize,
 ) -> Result<Started, NotStarted> {
     let mut connection = UnbufferedServerConnection::new(config)?;
     let mut buf = Mapped::new(SEALED_BUFFER_BYTES, 0).map_err(|_| NotStarted::Left)?;
@@ -128,11 +127,11 @@ pub fn start(
             Next::Receive => {
                 buf.copy_within(at..end, 0);
                 (at, end) = (0, end - at);
-                if total == MAX_TLS_HANDSHAKE_BYTES {
-                    return Err(NotStarted::Refused("its handshake is longer than 64 KiB".to_owned()));
+                if total == most {
+                    return Err(NotStarted::Refused(format!("its handshake has more than {most} bytes")));
                 }
                 patience.wait(socket)?;
-                let stop = end + (MAX_TLS_HANDSHAKE_BYTES - total);
+                let stop = end + (most - total);
                 match receive_into(socket, RecvFlags::DONTWAIT, &mut buf[end..stop]) {
                     Ok(0) => return Err(NotStarted::Left),
                     Ok(n) => (end, total) = (end + n, total + n),

@@ -17,6 +17,7 @@ use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned, Support
 use super::opener::Closed;
 use super::settings::{Credentials, TlsFiles};
 use super::start::{NotStarted, Started, start};
+use crate::limits::MAX_HANDSHAKE_BYTES;
 use crate::receive::Patience;
 
 struct Pair {
@@ -54,7 +55,7 @@ impl Pair {
     fn start(&self, socket: &UnixStream) -> Result<Started, NotStarted> {
         let deadline = Instant::now() + Duration::from_secs(20);
         let patience = Patience { silence: Duration::from_millis(200), deadline };
-        start(self.credentials.config(), socket.as_fd(), patience)
+        start(self.credentials.config(), socket.as_fd(), patience, MAX_HANDSHAKE_BYTES)
     }
 
     /// Both ends behind the handshake; the client has said "early" in it.

@@ -1,6 +1,7 @@
 //! The server, over sockets, by a client that writes each byte itself.
 #![allow(missing_docs, reason = "test code")]
 
+mod allowed;
 mod bytes;
 mod common;
 mod contexts;

@@ -6,9 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use freestone_nbd::{
-    Clients, Credentials, Limits, MAX_CLEAR_BYTES, MAX_TLS_HANDSHAKE_BYTES, TlsFiles, TlsMode,
-};
+use freestone_nbd::{Clients, Credentials, Limits, MAX_HANDSHAKE_BYTES, TlsFiles, TlsMode};
 use freestone_testkit::certificates::{Authority, Usage};
 use rustls::version::{TLS12, TLS13};
 use rustls::{ClientConnection, StreamOwned};
@@ -476,13 +474,21 @@ fn other_credentials_are_for_who_comes_next() {
 
 #[test]
 fn what_is_sent_before_tls_is_bounded() {
-    let limits = Limits { handshake_silence: Duration::from_millis(300), ..Limits::default() };
+    assert_eq!(Limits::default().handshake_bytes, MAX_HANDSHAKE_BYTES);
+    for most in [MAX_HANDSHAKE_BYTES, 8 << 10] {
+        is_bounded_before_tls(most);
+    }
+}
+
+fn is_bounded_before_tls(most: usize) {
+    let handshake_silence = Duration::from_millis(300);
+    let limits = Limits { handshake_silence, handshake_bytes: most, ..Limits::default() };
     let secure = Secure::with(TlsMode::Require, limits, true);
     secure.publish("disk", &MemDevice::new(1 << 20), Clients::All);
     // Options without an end.
     let mut socket = secure.socket();
     let mut bytes = 3_u32.to_be_bytes().to_vec();
-    while bytes.len() <= MAX_CLEAR_BYTES + 1000 {
+    while bytes.len() <= most + 1000 {
         bytes.extend(option(LIST, &[0; 1000]));
     }
     let _ = socket.write_all(&bytes);
@@ -490,16 +496,19 @@ fn what_is_sent_before_tls_is_bounded() {
     std::io::Read::read_exact(&mut socket, &mut greeting).unwrap();
     let mut answers = Vec::new();
     let _ = std::io::Read::read_to_end(&mut socket, &mut answers);
-    assert!(answers.len() < MAX_CLEAR_BYTES / 8, "{}", answers.len());
+    assert!(answers.len() < most / 8, "{}", answers.len());
     // One option that is too long.
     let mut client = secure.clear();
     client.send(&[&b"IHAVEOPT"[..], &LIST.to_be_bytes(), &(1_u32 << 20).to_be_bytes()].concat());
+    client.assert_closed();
+    let mut client = secure.clear();
+    client.send(&[&b"IHAVEOPT"[..], &LIST.to_be_bytes(), &(most as u32 + 1).to_be_bytes()].concat());
     client.assert_closed();
     // A handshake without an end: hellos of a length that is never reached.
     let mut socket = secure.upgraded();
     let record = [&[22, 3, 1, 0x40, 0][..], &[1, 0, 0xff, 0xff][..], &[0; 0x4000 - 4]].concat();
     let end = Instant::now() + Duration::from_secs(5);
-    for _ in 0..=MAX_TLS_HANDSHAKE_BYTES / record.len() {
+    for _ in 0..=most / record.len() {
         let _ = socket.write_all(&record);
     }
     // What comes late is thrown away for a moment.

@@ -28,7 +28,7 @@ fn a_file_is_read() {
 fn exports_and_numbers() {
     let config = parse(
         "ublk = true\n[[device]]\nname = 'job-%n'\nkind = 'fork'\nbase = 'golden'\nrecord = 'job-%n.log'\ncount = 2\n\
-         export = [{ nbd = 'unix:/job-%n', read_only = true }, { ublk = true, queues = 2 }, { vhost_user = 'unix:v%n' }]\n\
+         export = [{ nbd = 'unix:/job-%n', read_only = true, allow = ['uid:1', '::1'] }, { ublk = true, queues = 2 }, { vhost_user = 'unix:v%n' }]\n\
          [[device]]\nname = 'n'\nkind = 'null'\ncount = 1\n[[device.export]]\nnbd = 'tcp:127.0.0.1:0'\n",
     )
     .unwrap();
@@ -38,6 +38,7 @@ fn exports_and_numbers() {
     assert_eq!(each[1].0.to_string(), "job-1=fork,base=golden,record=job-1.log");
     let [nbd, ublk, machine] = &each[1].1[..] else { panic!("three exports") };
     assert_eq!((nbd.nbd.as_deref(), nbd.read_only), (Some("unix:/job-1"), true));
+    assert_eq!(nbd.allow, Some(vec!["uid:1".to_owned(), "::1".to_owned()]));
     assert_eq!((ublk.ublk, ublk.queues, ublk.read_only), (true, Some(2), false));
     assert_eq!((machine.vhost_user.as_deref(), machine.line), (Some("unix:v1"), 8));
     assert_eq!((each.len(), &each[0].0.name[..]), (2, "job-0"));
@@ -60,7 +61,7 @@ fn refusals_name_line_or_key() {
     for (text, sentence) in [
         (
             "ndb = 'unix:/a'",
-            "unknown key \"ndb\"; nbd?; the keys are nbd, ublk, control, state, save_every, save_after, save_timeout, socket_mode, socket_user, socket_group, control_mode, control_user, control_group, tls, tls_cert, tls_key, tls_client_ca, tls_client_crl, allow_plaintext, max_connections, max_memory_in_flight, metrics, metrics_open, metrics_forks, device",
+            "unknown key \"ndb\"; nbd?; the keys are nbd, allow, ublk, control, control_read_only, state, save_every, save_after, save_timeout, socket_mode, socket_user, socket_group, control_mode, control_user, control_group, control_read_only_mode, control_read_only_user, control_read_only_group, tls, tls_cert, tls_key, tls_client_ca, tls_client_crl, allow_plaintext, max_connections, max_memory_in_flight, max_newcomers, newcomer_grace, connects_per_second, handshake_silence, handshake_timeout, handshake_bytes, metrics, metrics_open, metrics_forks, device",
         ),
         ("max_connections = 0", "max_connections=0: must be a number from 1 to 65536"),
         ("max_connections = 65537", "max_connections=65537: must be a number from 1 to 65536"),
@@ -74,6 +75,20 @@ fn refusals_name_line_or_key() {
         ("control_mode = '680'", "control_mode=680: must be an octal number of up to 0777, for example 0660"),
         ("socket_user = true", "socket_user: must be a name as a text, or a number"),
         ("control_group = ''", "control_group: must be a name as a text, or a number"),
+        ("control_read_only = 1", "control_read_only: must be a path as a text"),
+        (
+            "control_read_only_mode = '0888'",
+            "control_read_only_mode=0888: must be an octal number of up to 0777, for example 0660",
+        ),
+        ("allow = 1", "allow: must be a text or a list of texts"),
+        ("allow = ['uid:1', 2]", "allow: must be a text or a list of texts"),
+        ("max_newcomers = 0", "max_newcomers=0: must be a number from 1 to 65536"),
+        ("connects_per_second = 0", "connects_per_second=0: must be a number from 1 to 1000000"),
+        ("newcomer_grace = '2h'", "newcomer_grace=2h: must be 100ms to 1h"),
+        ("handshake_silence = 5", "handshake_silence: must be a time as a text, for example '10s'"),
+        ("handshake_timeout = '99ms'", "handshake_timeout=99ms: must be 100ms to 1h"),
+        ("handshake_bytes = '1M'", "handshake_bytes=1M: must be 4K to 64K"),
+        ("handshake_bytes = 4096", "handshake_bytes: must be a size as a text, for example '16K'"),
         ("nbd = 1", "nbd: must be a text or a list of texts"),
         ("nbd = [1]", "nbd: must be a text or a list of texts"),
         ("control = true", "control: must be a path as a text"),
@@ -103,7 +118,7 @@ fn refusals_name_line_or_key() {
         ),
         (
             "[[device]]\nname='r'\nkind='ram'\n[[device.export]]\nnbd='a'\nreadonly=true",
-            "line 6: r: export: unknown key \"readonly\"; read_only?; the keys are nbd, vhost_user, ublk, queues, read_only",
+            "line 6: r: export: unknown key \"readonly\"; read_only?; the keys are nbd, vhost_user, ublk, queues, read_only, allow",
         ),
         (
             "[[device]]\nname='r'\nkind='ram'\nexport = { nbd='a', queues=2 }",

@@ -208,7 +208,14 @@ fn a_directory_of_version_1_is_read_and_written_anew() {
     fs::copy(old, &file).unwrap();
     let (state, unfinished) = open(dir.path());
     assert_eq!(unfinished, [Unfinished { verb: "fork".into(), names: vec!["next".into()] }]);
-    let none = Export { nbd: None, vhost_user: None, ublk: None, read_only: false, declared: false };
+    let none = Export {
+        nbd: None,
+        vhost_user: None,
+        ublk: None,
+        read_only: false,
+        allow: Vec::new(),
+        declared: false,
+    };
     let device =
         |name: &str, words: &str, uuid: u8| Device { uuid: format!("{uuid:032x}"), ..device(name, words) };
     let expected = [

@@ -182,6 +182,7 @@ impl Row {
 
 impl Verb for Top {
     const METHOD: &'static str = "top";
+    const READ_ONLY: bool = true;
     type Params = Params;
     type Reply = Reply;
 

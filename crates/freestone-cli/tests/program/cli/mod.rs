@@ -3,6 +3,7 @@
 mod access;
 mod declared;
 mod memory;
+mod read_only;
 mod scripts;
 mod sentences;
 mod single;

@@ -3,6 +3,7 @@
 //! A client that is missing is a failure, never a skipped test. `cargo xtask test` installs what is
 //! needed.
 
+mod allowed;
 mod cancelling;
 mod copy;
 mod ending;
@@ -19,6 +20,7 @@ mod mount;
 pub mod mounted;
 mod nbd;
 mod nbd_backing;
+mod newcomers;
 mod older;
 mod qemu_img;
 mod qemu_io;

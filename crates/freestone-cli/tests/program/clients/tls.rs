@@ -339,7 +339,7 @@ fn what_cannot_be_meant_is_refused() {
     fs::write(
         at.join("f.toml"),
         "tls = 'require'\ntls_cert = 'tls/server-cert.pem'\ntls_key = 'tls/server-key.pem'\nallow_plaintext = false\n\
-         nbd = ['unix:nbd', 'tcp:0.0.0.0:0']\ncontrol = 'control'\n\
+         handshake_bytes = '16K'\nnbd = ['unix:nbd', 'tcp:0.0.0.0:0']\ncontrol = 'control'\n\
          [[device]]\nname = 'n'\nkind = 'null'\nsize = '1M'\ntls_clients = 'any'\n",
     )
     .unwrap();
@@ -348,9 +348,13 @@ fn what_cannot_be_meant_is_refused() {
     assert!(serve.said.contains("nbds://0.0.0.0:"), "{}", serve.said);
     assert_eq!(serve.text(&["apply", "f.toml"]), "nothing changes\n");
     let dumped = serve.text(&["dump"]);
-    for line in
-        ["tls = \"require\"", "allow_plaintext = false", "tls_clients = \"any\"", "/tls/server-key.pem\""]
-    {
+    for line in [
+        "tls = \"require\"",
+        "allow_plaintext = false",
+        "handshake_bytes = \"16K\"",
+        "tls_clients = \"any\"",
+        "/tls/server-key.pem\"",
+    ] {
         assert!(dumped.contains(line), "{line}: {dumped}");
     }
     let file = fs::read_to_string(serve.path("f.toml")).unwrap();

@@ -1,0 +1,126 @@
+//! Lists of who may connect, and how long one that may is left alone.
+
+use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use freestone_nbd::{Access, Address, AllowList, ExportOptions, Limits, Server, Who};
+use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
+
+use crate::common::{Client, Fixture, MemDevice, eventually};
+
+fn networks(all: &[&str]) -> AllowList {
+    AllowList::new(all.iter().map(|text| Who::network(text).unwrap()))
+}
+
+/// A client that connects from this address.
+fn from(source: Ipv4Addr, port: u16) -> Client {
+    let stream = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    bind(&stream, &SocketAddrV4::new(source, 0)).unwrap();
+    connect(&stream, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, port)).unwrap();
+    let stream = TcpStream::from(stream);
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    Client::over(Box::new(stream))
+}
+
+#[test]
+fn who_is_not_on_the_list_gets_no_byte_and_no_place() {
+    let me = rustix::process::geteuid().as_raw();
+    // Nobody but one may be there at a time.
+    let fixture = Fixture::with(Limits { max_connections: 1, max_newcomers: 1, ..Limits::default() });
+    fixture.publish("disk", &MemDevice::new(1 << 20));
+    let server = &fixture.server;
+    assert_eq!(server.allow_at(&fixture.address), None);
+    let mut before = fixture.enter(true);
+    let others = AllowList::new([Who::User(me + 1), Who::Group(u32::MAX - 1)]);
+    assert!(server.set_allow(&fixture.address, Some(others.clone())));
+    assert_eq!(server.allow_at(&fixture.address), Some(others));
+    for _ in 0..100 {
+        fixture.connect().assert_closed();
+    }
+    let stats = server.stats();
+    assert_eq!((stats.denied, stats.refused, stats.connections), (100, 0, 1));
+    assert_eq!(server.denials().count(), 100);
+    // Who was there stays, and who is let in again comes in.
+    before.read(0, 512).unwrap();
+    before.disconnect();
+    fixture.assert_no_connections();
+    fixture.connect().assert_closed();
+    server.set_allow(&fixture.address, Some(AllowList::new([Who::User(me)])));
+    fixture.assert_sound();
+    server.set_allow(&fixture.address, None);
+    fixture.assert_sound();
+    assert!(!server.set_allow(&Address::Unix("/nowhere".into()), None));
+}
+
+/// One that is let in waits behind any number that are not.
+#[test]
+fn strangers_do_not_keep_others_out() {
+    let fixture = Fixture::serving(&MemDevice::new(1 << 20));
+    let Address::Unix(path) = &fixture.address else { panic!("a Unix address") };
+    let me = rustix::process::geteuid().as_raw();
+    fixture.server.set_allow(&fixture.address, Some(AllowList::new([Who::User(me + 1)])));
+    let strangers: Vec<_> = (0..500).map(|_| UnixStream::connect(path).unwrap()).collect();
+    eventually(|| fixture.server.stats().denied == 500);
+    fixture.server.set_allow(&fixture.address, Some(AllowList::new([Who::User(me)])));
+    fixture.assert_sound();
+    drop(strangers);
+}
+
+#[test]
+fn networks_are_those_of_the_source() {
+    let server = Server::new(Limits::default());
+    let any = Address::Tcp { host: "127.0.0.1".into(), port: 0 };
+    let at = server.listen_as(&any, &Access::default(), Some(networks(&["127.0.0.1"]))).unwrap();
+    // A second call leaves the list as it is.
+    assert_eq!(server.listen_as(&at, &Access::default(), None).unwrap(), at);
+    let device = MemDevice::new(1 << 20);
+    server.publish(&at, "disk", device, ExportOptions::default()).unwrap();
+    let Address::Tcp { port, .. } = at else { panic!("a TCP address") };
+    let mut client = from(Ipv4Addr::LOCALHOST, port);
+    client.greet(3);
+    client.go("disk");
+    client.read(0, 512).unwrap();
+    from(Ipv4Addr::new(127, 0, 0, 2), port).assert_closed();
+    assert_eq!(server.stats().denied, 1);
+    server.set_allow(&at, Some(networks(&["127.0.0.0/8"])));
+    let mut other = from(Ipv4Addr::new(127, 0, 0, 2), port);
+    other.greet(3);
+    other.go("disk");
+    server.set_allow(&at, Some(networks(&["::/0", "10.0.0.0/8"])));
+    from(Ipv4Addr::LOCALHOST, port).assert_closed();
+    client.read(0, 512).unwrap();
+}
+
+/// What listens for IPv6 and IPv4 sees addresses of IPv4 as mapped ones.
+#[test]
+fn mapped_addresses_are_ipv4() {
+    let server = Server::new(Limits::default());
+    let both = Address::Tcp { host: "::".into(), port: 0 };
+    let at = server.listen_as(&both, &Access::default(), Some(networks(&["127.0.0.0/8"]))).unwrap();
+    server.publish(&at, "disk", MemDevice::new(1 << 20), ExportOptions::default()).unwrap();
+    let Address::Tcp { port, .. } = at else { panic!("a TCP address") };
+    let mut client = from(Ipv4Addr::LOCALHOST, port);
+    client.greet(3);
+    client.go("disk");
+    let six = TcpStream::connect(("::1", port)).unwrap();
+    Client::over(Box::new(six)).assert_closed();
+}
+
+#[test]
+fn how_long_a_newcomer_is_left_alone_is_a_setting() {
+    // Less than unless said, and enough for a handshake on a busy machine.
+    let newcomer_grace = Duration::from_secs(1);
+    let fixture = Fixture::with(Limits { max_newcomers: 1, newcomer_grace, ..Limits::default() });
+    fixture.publish("disk", &MemDevice::new(1 << 20));
+    // Once at least the machine is not busy with something else.
+    eventually(|| {
+        let mut silent = fixture.connect();
+        silent.greet(3);
+        let started = Instant::now();
+        fixture.enter(false).disconnect();
+        silent.assert_closed();
+        started.elapsed() < Duration::from_millis(2500)
+    });
+    fixture.assert_sound();
+}
