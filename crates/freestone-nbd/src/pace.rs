@@ -41,15 +41,14 @@ mod tests {
         let begun = Instant::now();
         let (mut pace, mut now, mut accepted) = (Pace::default(), begun, 0_u32);
         while now < begun + Duration::from_secs(10) {
-            match pace.due(500, now) {
-                Some(due) => now = due,
-                None => {
-                    pace.accepted(500, now);
-                    accepted += 1;
-                    if accepted == BURST {
-                        assert_eq!(now, begun, "the first ones do not wait");
-                    }
-                }
+            if let Some(due) = pace.due(500, now) {
+                now = due;
+                continue;
+            }
+            pace.accepted(500, now);
+            accepted += 1;
+            if accepted == BURST {
+                assert_eq!(now, begun, "the first ones do not wait");
             }
         }
         assert_eq!(accepted, BURST + 5000 - 1);
