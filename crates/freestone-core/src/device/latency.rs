@@ -117,6 +117,13 @@ impl Latency {
         powers.filter(wanted).map(|(end, counted)| (Duration::from_nanos(end), counted))
     }
 
+    /// The buckets in which something was counted, the quickest first: the shortest duration that is too
+    /// long for it (`None` for the last one, which has no end), and how many requests it has.
+    pub fn buckets(&self) -> impl Iterator<Item = (Option<Duration>, u64)> {
+        let counted = self.counts().iter().enumerate().filter(|(_, count)| **count > 0);
+        counted.map(|(bucket, count)| (end(bucket).map(Duration::from_nanos), *count))
+    }
+
     /// Adds what another one has.
     pub fn add(&mut self, other: &Self) {
         let Some(theirs) = &other.buckets else { return };
@@ -180,6 +187,10 @@ mod tests {
         assert_eq!((within(1), within(500), within(980)), (10240, 10240, 10240));
         assert_eq!((within(981), within(1000)), (3_145_728, 3_145_728));
         assert_eq!(Latency::default().within(500), None);
+        let buckets: Vec<_> = read.buckets().map(|(end, count)| (end.unwrap().as_nanos(), count)).collect();
+        assert_eq!(buckets, [(10240, 98), (3_145_728, 2)]);
+        counts.add(Duration::from_secs(100), 1);
+        assert_eq!(counts.read().buckets().last(), Some((None, 1)));
         let mut twice = Latency::default();
         twice.add(&read);
         twice.add(&read);

@@ -28,6 +28,9 @@ mod block_state;
 mod candidates;
 mod chain;
 mod config;
+mod contents;
+#[cfg(test)]
+mod contents_tests;
 mod device_room;
 mod evict;
 mod eviction;
@@ -82,6 +85,7 @@ pub use self::block_state::BlockState;
 use self::chain::{Chain, Current, Role, View, carry_on};
 pub use self::config::{Backing, Config, ForkConfig, Secondary, SetupError};
 use self::config::{round_fork_size, round_size};
+pub use self::contents::Contents;
 pub use self::export::Lower;
 pub(crate) use self::export::{Gathered, Stored};
 pub use self::extents::OverBase;

@@ -141,6 +141,11 @@ impl Parent {
         }
     }
 
+    /// How many pages of it there are, the last of which may be there in part.
+    pub fn pages(&self) -> u64 {
+        self.size().div_ceil(PAGE)
+    }
+
     /// Reads a page that nobody above holds, from a base where it lies on one: as
     /// [`Base::read`], with nothing pinned.
     pub fn read_page(&self, slot: u64, page: &mut Page) -> device::Result<usize> {

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::codec::Algorithm;
-use crate::ram::{Backing, ForkConfig};
+use crate::ram::{Backing, Contents, ForkConfig};
 use freestone_core::device::{Extent, ExtentKind};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -236,8 +236,17 @@ fn what_is_not_loaded_is_the_devices_own_in_extents_and_changes() {
     let (extents, changes) = look();
     assert_eq!(extents.iter().map(|(_, pages, _)| pages).sum::<u64>(), 3, "{extents:?}");
     assert!(changes.contains(&(10, 1, true)), "{changes:?}");
+    let contents = || {
+        let (mut contents, mut at) = (Contents::default(), 0);
+        while at < MIB / PAGE {
+            at = ram.contents(at, MIB / PAGE, &mut contents);
+        }
+        contents
+    };
+    assert_eq!(contents(), Contents { unloaded: 1, below: 255, ..Contents::default() });
     load(&mut loading);
     assert_eq!(look().1, changes);
+    assert_eq!(contents(), Contents { compressed: 1, below: 255, ..Contents::default() });
     // A fork over the snapshot of it.
     let above = ram.snapshot().unwrap().fork(&ForkConfig::default()).unwrap();
     assert!(content(&above) == content(&fork));
