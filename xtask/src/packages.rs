@@ -11,7 +11,7 @@ pub type Tool = (&'static str, &'static str);
 
 /// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there
 /// already.
-pub const TOOLS: [Tool; 42] = [
+pub const TOOLS: [Tool; 43] = [
     ("fio", "fio"),
     // For its source, which the engine is built against.
     ("dpkg-source", "dpkg-dev"),
@@ -63,6 +63,8 @@ pub const TOOLS: [Tool; 42] = [
     // Shells that complete our verbs.
     ("zsh", "zsh"),
     ("fish", "fish"),
+    // Looks at the page.
+    ("chromium", "chromium"),
 ];
 
 /// The same for the slow lane only; the second is what tells that libvirt's driver for qemu is there.

@@ -65,6 +65,9 @@ pub fn announce(service: &Service, control: &Path) {
     if let Some(url) = service.metrics_url.get() {
         let _ = writeln!(text, "metrics: {url}");
     }
+    if let Some(url) = service.http_url.get() {
+        let _ = writeln!(text, "page: {url}");
+    }
     if let Some(socket) = service.control_read_only.get() {
         let socket = quote(&socket.display().to_string());
         let _ = writeln!(text, "read-only: freestone list --control {socket}");

@@ -17,11 +17,13 @@ mod export;
 mod exports;
 mod exposure;
 mod handshake;
+mod http;
 #[doc(hidden)]
 pub mod inputs;
 mod job;
 mod loops;
 mod metrics;
+mod page;
 mod paths;
 mod places;
 mod process;

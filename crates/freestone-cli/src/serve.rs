@@ -1,10 +1,10 @@
 //! `freestone serve`: sets up what was asked for, runs until it is told to end, leaves nothing
 //! behind.
 
+mod plan;
+
 use std::collections::HashSet;
-use std::env;
 use std::io::{self, Write as _};
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -16,36 +16,32 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result};
 use clap::Args;
 use freestone::replace;
-use freestone_nbd::{Address, AllowList, Limits};
-use freestone_spec::config::{self, FileConfig};
-use freestone_spec::entries::Entries;
-use freestone_spec::kinds::Spec;
+use freestone_nbd::Address;
+use freestone_spec::config;
 use freestone_spec::machine::keep_large_blocks_apart;
 use signal_hook::consts::SIGTERM;
 use tempfile::TempDir;
 use tracing::{info, warn};
 
-use crate::access::{AccessArgs, AccessOf};
-use crate::allow;
+use self::plan::Plan;
+use crate::access::AccessArgs;
 use crate::announce::{announce, run_command};
 use crate::apply;
 use crate::control::server::ControlServer;
 use crate::control::socket::{PrivateSocket, SocketPath};
-use crate::declared::{self, Declared};
 use crate::ending::{self, Closing};
-use crate::error::Usage;
 use crate::handshake::HandshakeArgs;
-use crate::metrics::{MetricsArgs, MetricsOf, MetricsServer};
-use crate::paths;
-use crate::places::Place;
+use crate::http::HttpServer;
+use crate::metrics::{MetricsArgs, MetricsOf, MetricsSite};
+use crate::page::{PageArgs, PageSite};
 use crate::process;
 use crate::saves::Saves;
 use crate::service::Service;
 use crate::single;
 use crate::start::{self, Begun};
 use crate::started_by::{self, Pidfile};
-use crate::state_args::{Asked, StateArgs};
-use crate::tls::{Tls, TlsArgs};
+use crate::state_args::StateArgs;
+use crate::tls::TlsArgs;
 use crate::until::{self, Ended, Event, Events};
 use crate::verbs;
 
@@ -114,6 +110,8 @@ pub struct ServeArgs {
     tls: TlsArgs,
     #[command(flatten)]
     metrics: MetricsArgs,
+    #[command(flatten)]
+    page: PageArgs,
     /// Serve the one client that is connected to standard input, and end when it ends; as inetd,
     /// systemd (Accept=yes) and ssh start servers
     #[arg(long, conflicts_with_all = ["nbd", "run"])]
@@ -137,183 +135,6 @@ pub struct ServeArgs {
     run: Option<String>,
 }
 
-/// What is to be done, checked as far as that goes without doing it.
-struct Plan {
-    devices: Vec<Declared>,
-    addresses: Vec<Address>,
-    /// Those that a service manager listens at.
-    sockets: Vec<OwnedFd>,
-    /// None: nobody is to control it.
-    control: Option<PathBuf>,
-    /// One that changes nothing.
-    control_read_only: Option<PathBuf>,
-    access: AccessOf,
-    /// Who may connect to the addresses, and whether the command line says so.
-    allow: Option<(AllowList, bool)>,
-    tls: Tls,
-    limits: Limits,
-    /// All that is published is shown as block devices, too.
-    ublk: bool,
-    /// What is there after the next start is kept.
-    state: Option<Asked>,
-    /// Who watches asks there.
-    metrics: Option<MetricsOf>,
-    /// The directory of the sockets, where it goes with us.
-    private: Option<TempDir>,
-}
-
-impl Plan {
-    fn new(args: &ServeArgs) -> Result<Self> {
-        let file = args.config.as_deref().map(declared::read).transpose()?;
-        let mut devices = devices(args, file.as_ref())?;
-        if args.ublk || file.as_ref().is_some_and(|file| file.ublk) {
-            declared::as_block_devices(&mut devices);
-        }
-        let state = args.state.asked(file.as_ref(), &devices)?;
-        let metrics = args.metrics.asked(file.as_ref())?;
-        let said = file.as_ref().zip(args.config.as_deref());
-        let access = AccessOf::new(&args.access, said)?;
-        let tls = Tls::new(&args.tls, said.map(|(file, path)| (&file.tls, path, &*file.base)))?;
-        let mut limits = Limits::default();
-        args.handshake.put(file.as_ref(), tls.mode().is_some(), &mut limits)?;
-        let allow = allow::of_server(&args.allow, said)?;
-        let FileConfig {
-            nbd,
-            control,
-            control_read_only,
-            max_connections,
-            max_memory_in_flight,
-            base: file_dir,
-            ..
-        } = file.unwrap_or_default();
-        let (texts, base) =
-            if args.nbd.is_empty() { (&nbd, Some(file_dir.as_path())) } else { (&args.nbd, None) };
-        let key = match &args.config {
-            Some(path) if args.nbd.is_empty() => format!("{}: nbd", path.display()),
-            _ => "--nbd".to_owned(),
-        };
-        let mut addresses = Vec::new();
-        for text in texts {
-            let address = paths::parse_address(text, base).map_err(|e| Usage(format!("{key}: {e}")))?;
-            // Port 0 is another port each time.
-            if addresses.contains(&address) && !matches!(address, Address::Tcp { port: 0, .. }) {
-                return Err(Usage(format!("{key}: {address}: given twice")).into());
-            }
-            addresses.push(address);
-        }
-        if args.check {
-            let declared = devices.iter().flat_map(|device| &device.exports);
-            let nbd = declared.filter_map(|export| match &export.place {
-                Place::Nbd(address) => Some(address),
-                Place::VhostUser(_) | Place::Ublk(_) => None,
-            });
-            addresses.iter().chain(nbd).try_for_each(|address| tls.check_address(address)).map_err(Usage)?;
-        }
-        if args.single {
-            if !addresses.is_empty() {
-                return Err(Usage(format!("{key}: with --single nobody else is served")).into());
-            }
-            addresses.push(Address::Stdin);
-        }
-        let mut control = match (&args.control, control) {
-            (Some(path), _) => Some(path.clone()),
-            // A server for one command is nobody else's.
-            (None, path) if args.run.is_some() || args.single => path.map(|path| file_dir.join(path)),
-            (None, path) => paths::control_of_environment().or_else(|| path.map(|path| file_dir.join(path))),
-        };
-        let mut private = None;
-        // The one of --single was taken already.
-        let sockets = if args.single { Vec::new() } else { started_by::sockets()? };
-        if !args.check && !args.single && ((addresses.is_empty() && sockets.is_empty()) || control.is_none())
-        {
-            let dir = if args.run.is_some() {
-                private.insert(paths::private_dir()?).path().to_path_buf()
-            } else {
-                let dir = paths::runtime_dir()?;
-                paths::create_private(&dir)?;
-                let nbd_is_there = addresses.is_empty() && sockets.is_empty();
-                access.warn_of_private(&dir, nbd_is_there, control.is_none());
-                dir
-            };
-            if addresses.is_empty() && sockets.is_empty() {
-                addresses.push(Address::Unix(dir.join(paths::NBD_SOCKET)));
-            }
-            control.get_or_insert_with(|| dir.join(paths::CONTROL_SOCKET));
-        }
-        let control = control.map(std::path::absolute).transpose().context("--control: no path")?;
-        let control_read_only = match (&args.control_read_only, control_read_only) {
-            (Some(path), _) => Some(std::path::absolute(path).context("--control-read-only: no path")?),
-            (None, path) => path.map(|path| std::path::absolute(file_dir.join(path))).transpose()?,
-        };
-        access.check_read_only(control_read_only.is_some())?;
-        if let Some(path) = control_read_only.as_ref().filter(|path| control.as_ref() == Some(path)) {
-            let why = "is the control socket already, which changes what it is asked to";
-            return Err(Usage(format!("--control-read-only: {}: {why}", path.display())).into());
-        }
-        if let Some(most) = args.max_connections.or(max_connections) {
-            limits.max_connections = most as usize;
-        }
-        if let Some(bytes) = args.max_memory_in_flight.or(max_memory_in_flight) {
-            limits.max_memory_in_flight = bytes;
-        }
-        if args.single && allow.is_some() {
-            let why = "with --single whoever starts the server says who is served";
-            return Err(Usage(format!("--allow: {why}")).into());
-        }
-        if let Some((list, is_of_line)) = &allow {
-            let key = match &args.config {
-                Some(path) if !is_of_line => format!("{}: allow", path.display()),
-                _ => "--allow".to_owned(),
-            };
-            let usual = Address::Unix(PathBuf::from(paths::NBD_SOCKET));
-            let is_usual = addresses.is_empty() && sockets.is_empty();
-            let mut all = addresses.iter().chain(is_usual.then_some(&usual));
-            all.try_for_each(|address| allow::check(list, address))
-                .map_err(|why| Usage(format!("{key}: {why}")))?;
-        }
-        let home = allow.as_ref().map(|(list, _)| list);
-        declared::check_lists(&devices, &addresses, home)?;
-        Ok(Self {
-            devices,
-            addresses,
-            sockets,
-            control,
-            control_read_only,
-            access,
-            allow,
-            tls,
-            limits,
-            ublk: args.ublk,
-            state,
-            metrics,
-            private,
-        })
-    }
-}
-
-fn devices(args: &ServeArgs, file: Option<&FileConfig>) -> Result<Vec<Declared>> {
-    let mut devices = match (file, &args.config) {
-        (Some(file), Some(path)) => declared::devices(file, path)?,
-        _ => Vec::new(),
-    };
-    let mut names: HashSet<_> = devices.iter().map(|device| device.spec.name.clone()).collect();
-    let here = env::current_dir().context("the working directory cannot be found")?;
-    for text in &args.devices {
-        let entries = Entries::parse(text).map_err(|e| Usage(e.to_string()))?;
-        let spec = Spec::from_entries(entries.with_base(&here)).map_err(|e| Usage(e.to_string()))?;
-        if !names.insert(spec.name.clone()) {
-            return Err(Usage(format!("{}: two devices of that name", spec.name)).into());
-        }
-        devices.push(Declared::word(spec));
-    }
-    // A file without devices means none: they come later. A state has its own.
-    if devices.is_empty() && file.is_none() && args.state.state.is_none() {
-        devices.push(Declared::word(DEFAULT_DEVICE.parse()?));
-    }
-    declared::check_order(&devices)?;
-    Ok(devices)
-}
-
 /// How the devices were left.
 struct Flushed {
     /// How many could not be flushed.
@@ -327,7 +148,8 @@ struct Running {
     service: Arc<Service>,
     /// The control sockets.
     controls: Vec<Arc<ControlServer>>,
-    metrics: Option<MetricsServer>,
+    /// For who watches.
+    http: Vec<HttpServer>,
     /// The NBD sockets of the command line.
     sockets: Vec<SocketPath>,
     pidfile: Option<Pidfile>,
@@ -337,7 +159,7 @@ struct Running {
 impl Running {
     fn start(plan: Plan) -> Result<Self> {
         let Plan { devices, addresses, sockets, control, access, tls, limits, ublk, state: asked, .. } = plan;
-        let Plan { metrics, private, control_read_only, allow, .. } = plan;
+        let Plan { metrics, page, private, control_read_only, allow, .. } = plan;
         let (control_access, read_only_access) = (access.control.is, access.control_read_only.is);
         let service = Service::new(limits, access, tls);
         service.exports.tls.begin(&service.exports.nbd)?;
@@ -358,7 +180,7 @@ impl Running {
         let mut running = Self {
             service: Arc::clone(&service),
             controls: Vec::new(),
-            metrics: None,
+            http: Vec::new(),
             sockets: Vec::new(),
             pidfile: None,
             private,
@@ -396,10 +218,15 @@ impl Running {
         }
         Saves::run(&service).context("cannot start the thread that saves")?;
         tell_left(&service);
-        if let Some(metrics) = &metrics {
-            let server = MetricsServer::start(metrics, &service)?;
-            let _ = service.metrics_url.set(server.url());
-            running.metrics = Some(server);
+        if let Some(MetricsOf { at, forks }) = metrics {
+            let server = HttpServer::start(at, MetricsSite::new(&service, forks))?;
+            let _ = service.metrics_url.set(server.url().to_owned());
+            running.http.push(server);
+        }
+        if let Some(at) = page {
+            let server = HttpServer::start(at, PageSite::new(&service))?;
+            let _ = service.http_url.set(server.url().to_owned());
+            running.http.push(server);
         }
         if let Some(control) = &control_read_only {
             let socket = PrivateSocket::bind(control, &read_only_access)?;
@@ -475,7 +302,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.controls.clear();
-        self.metrics = None;
+        self.http.clear();
         self.service.exports.shutdown(Duration::ZERO);
     }
 }

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, Weak};
+use std::time::Instant;
 
 use freestone::ram::Ram;
 use freestone_nbd::Limits;
@@ -63,6 +64,10 @@ pub struct Service {
     pub control_read_only: OnceLock<PathBuf>,
     /// Where metrics are, once that is known.
     pub metrics_url: OnceLock<String>,
+    /// Where the page is, once that is known.
+    pub http_url: OnceLock<String>,
+    /// When the server began.
+    pub began: Instant,
     /// How busy devices are, for who watches.
     pub rates: Rates,
     /// Has the server end.
@@ -87,6 +92,8 @@ impl Service {
             control: OnceLock::new(),
             control_read_only: OnceLock::new(),
             metrics_url: OnceLock::new(),
+            http_url: OnceLock::new(),
+            began: Instant::now(),
             rates: Rates::default(),
             end: OnceLock::new(),
             as_block_devices: AtomicBool::new(false),

@@ -32,6 +32,7 @@ use toml::de::{DeString, DeTable, DeValue};
 use crate::access::AccessWords;
 use crate::entries::{Entries, SpecError, nearest};
 use crate::handshake::HandshakeWords;
+use crate::http::HttpWords;
 use crate::kinds::registry::MAX_DEVICES;
 use crate::layers::NUMBER;
 use crate::metrics::MetricsWords;
@@ -50,7 +51,7 @@ const SAVE_AFTER_MIN_BYTES: u64 = 1 << 20;
 /// What `max_connections` can be.
 pub const MAX_CONNECTIONS_RANGE: RangeInclusive<i64> = 1..=65_536;
 
-const TOP_KEYS: [&str; 36] = [
+const TOP_KEYS: [&str; 38] = [
     "nbd",
     "allow",
     "ublk",
@@ -86,6 +87,8 @@ const TOP_KEYS: [&str; 36] = [
     "metrics",
     "metrics_open",
     "metrics_forks",
+    "http",
+    "http_open",
     "device",
 ];
 const EXPORT_KEYS: [&str; 6] = ["nbd", "vhost_user", "ublk", "queues", "read_only", "allow"];
@@ -129,6 +132,8 @@ pub struct FileConfig {
     pub handshake: HandshakeWords,
     /// Who is told how busy the server is.
     pub metrics: MetricsWords,
+    /// Where the page is: `http` and `http_open`.
+    pub http: HttpWords,
     /// The directory of the file.
     pub base: PathBuf,
 }
@@ -327,6 +332,9 @@ impl FileConfig {
             }
             ("metrics" | "metrics_open" | "metrics_forks", value) => {
                 self.metrics.take(key, &value).map_err(|why| (None, why))?;
+            }
+            ("http" | "http_open", value) => {
+                self.http.take(key, &value).map_err(|why| (None, why))?;
             }
             ("max_memory_in_flight", DeValue::String(text)) => {
                 let bytes = memory_in_flight(&text);

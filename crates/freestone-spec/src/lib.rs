@@ -15,6 +15,7 @@ pub mod family;
 mod files;
 mod full;
 pub mod handshake;
+pub mod http;
 pub mod keys;
 pub mod kinds;
 pub mod layers;

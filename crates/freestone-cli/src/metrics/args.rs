@@ -7,8 +7,8 @@ use clap::Args;
 use freestone_spec::config::FileConfig;
 use freestone_spec::metrics::{FORKS_RANGE, MetricsWords};
 
-use super::address::HttpAddress;
 use crate::error::Usage;
+use crate::http::Words;
 
 /// How many are, where nothing was said.
 const FORKS: u32 = 20;
@@ -21,6 +21,8 @@ const OPEN_HELP: &str = "Let --metrics be an address that others than this machi
 
 const FORKS_HELP: &str = "Of the forks, tell Prometheus of the N busiest by themselves, 0 to 1000, and of all in \
                           sums for each base [default: 20]";
+
+const USELESS: &str = "without --metrics nobody is told anything";
 
 /// The options of `serve`.
 #[derive(Debug, Args)]
@@ -52,26 +54,20 @@ impl MetricsArgs {
     /// An address that cannot be meant, or what makes no sense without one.
     pub fn asked(&self, file: Option<&FileConfig>) -> Result<Option<MetricsOf>> {
         let none = MetricsWords::default();
-        let words = file.map_or(&none, |file| &file.metrics);
-        let open = self.metrics_open || words.open;
-        let forks = self.metrics_forks.or(words.forks);
-        let (key, text) = match (&self.metrics, &words.address) {
-            (Some(text), _) => ("--metrics", text),
-            (None, Some(text)) => ("metrics", text),
-            (None, None) => {
-                let useless = [(open, "metrics-open"), (forks.is_some(), "metrics-forks")];
-                return match useless.iter().find(|(given, _)| *given) {
-                    Some((_, word)) => {
-                        Err(Usage(format!("--{word}: without --metrics nobody is told anything")).into())
-                    }
-                    None => Ok(None),
-                };
-            }
+        let said = file.map_or(&none, |file| &file.metrics);
+        let forks = self.metrics_forks.or(said.forks);
+        let words = Words {
+            key: "metrics",
+            line: self.metrics.as_deref(),
+            file: said.http.address.as_deref(),
+            open: self.metrics_open || said.http.open,
+            useless: USELESS,
         };
-        let refused = |why| Usage(format!("{key}: {text}: {why}"));
-        let address: HttpAddress = text.parse().map_err(refused)?;
-        let at = address.resolve(open).map_err(refused)?;
-        Ok(Some(MetricsOf { at, forks: forks.unwrap_or(FORKS) as usize }))
+        match words.resolve()? {
+            Some(at) => Ok(Some(MetricsOf { at, forks: forks.unwrap_or(FORKS) as usize })),
+            None if forks.is_some() => Err(Usage(format!("--metrics-forks: {USELESS}")).into()),
+            None => Ok(None),
+        }
     }
 }
 

@@ -1,15 +1,12 @@
 //! Numbers for who watches the server: Prometheus asks for them over HTTP, `freestone top` over the
 //! control socket.
 
-mod address;
 mod args;
-mod http;
 mod names;
 pub mod rates;
-mod request;
 mod scrape;
-mod server;
+mod site;
 mod text;
 
 pub use args::{MetricsArgs, MetricsOf};
-pub use server::MetricsServer;
+pub use site::MetricsSite;

@@ -129,6 +129,11 @@ pub fn fork_of(entry: &Entry) -> Option<&str> {
 }
 
 impl Look {
+    /// What it found of a device.
+    pub fn of(&self, entry: &Entry) -> Option<&Device> {
+        self.known.get(&entry.identity.uuid).map(|index| &self.devices[*index])
+    }
+
     /// The busiest of those that `are`, at most so many, the busiest first.
     pub fn busiest(&self, most: usize, by: By, are: impl Fn(&Device) -> bool) -> Vec<&Device> {
         let mut found: Vec<_> = self

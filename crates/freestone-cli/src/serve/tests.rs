@@ -4,7 +4,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use freestone_nbd::{Address, CONNECTION_MEMORY_BYTES, Limits};
 
-use super::{AccessOf, Declared, MAX_CONNECTIONS_HELP, Plan, Running, Tls};
+use super::plan::Plan;
+use super::{MAX_CONNECTIONS_HELP, Running};
+use crate::access::AccessOf;
+use crate::declared::Declared;
+use crate::tls::Tls;
 
 #[test]
 fn a_panic_leaves_no_socket() {
@@ -23,6 +27,7 @@ fn a_panic_leaves_no_socket() {
         ublk: false,
         state: None,
         metrics: None,
+        page: None,
         private: None,
     };
     let outcome = catch_unwind(AssertUnwindSafe(|| {

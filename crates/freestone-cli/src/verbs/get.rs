@@ -25,6 +25,13 @@ pub struct Params {
     attr: Option<String>,
 }
 
+impl Params {
+    /// All attributes of a device.
+    pub fn all(name: &str) -> Self {
+        Self { name: name.to_owned(), attr: None }
+    }
+}
+
 impl Verb for Get {
     const METHOD: &'static str = "get";
     const READ_ONLY: bool = true;

@@ -48,14 +48,14 @@ pub struct Reply {
 
 /// A device that is not there.
 #[derive(Debug, Serialize, Deserialize)]
-struct Missing {
+pub struct Missing {
     name: String,
     why: String,
 }
 
 /// One device; all sizes in bytes. What only memory has is absent elsewhere.
 #[derive(Debug, Serialize, Deserialize)]
-struct Row {
+pub struct Row {
     name: String,
     kind: String,
     disksize: u64,
@@ -138,8 +138,8 @@ impl Verb for List {
         let entries = service.registry.all();
         let devices = entries.iter().filter(|e| pattern.matches(e.name())).map(|e| row(e, service));
         let devices = devices.collect();
-        let missing = service.records.all_missing().into_iter().filter(|(name, _)| pattern.matches(name));
-        Ok(Reply { devices, missing: missing.map(|(name, why)| Missing { name, why }).collect() })
+        let missing = missing(service).filter(|missing| pattern.matches(&missing.name)).collect();
+        Ok(Reply { devices, missing })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
@@ -174,7 +174,13 @@ const HEADER: [&str; 13] = [
 /// Aligned to the left; the others are numbers.
 const TEXT_COLUMNS: [&str; 5] = ["NAME", "KIND", "ALGORITHM", "BASE", "EXPORTS"];
 
-fn row(entry: &Entry, service: &Service) -> Row {
+/// The devices of the state that are not there.
+pub fn missing(service: &Service) -> impl Iterator<Item = Missing> {
+    service.records.all_missing().into_iter().map(|(name, why)| Missing { name, why })
+}
+
+/// What is told of a device.
+pub fn row(entry: &Entry, service: &Service) -> Row {
     let ram = entry.in_memory();
     let stat = ram.map(Ram::mm_stat);
     let status = entry.kind.cow().map(|snapshot| snapshot.status().to_string());

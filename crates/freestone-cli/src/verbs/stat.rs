@@ -56,6 +56,13 @@ pub struct Params {
     names: Option<Vec<String>>,
 }
 
+impl Params {
+    /// All that is told of one device.
+    pub fn of(name: &str) -> Self {
+        Self { name: Some(name.to_owned()), names: None }
+    }
+}
+
 /// One device: `{"name":, "kind":, "disksize":, "uuid":, "generation":, "withheld":, "keep": {..}, "content_of":, "base":, "mm_stat": {..}, "io_stat": {..},
 /// "bd_stat": {..}, "debug_stat": {..}, "io": {..}, "latency": {..}, "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "ops": {..},
 /// "failed": {..}, "full": {..}, "zones": {..}, "power": {..}, "faults": {..}, "family": {..},
@@ -110,6 +117,7 @@ impl Verb for Stat {
             "process_rss_bytes": process.rss_bytes,
             "process_pss_bytes": process.pss_bytes,
             "metrics": service.metrics_url.get(),
+            "http": service.http_url.get(),
         });
         text(&Many { server: Some(server), devices: devices?, missing: Vec::new() })
     }

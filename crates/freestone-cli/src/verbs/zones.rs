@@ -113,9 +113,14 @@ const CONDITIONS: [(ZoneCondition, u8, &str, &str); 8] = [
 const TYPES: [(ZoneType, u8, &str); 2] =
     [(ZoneType::Conventional, 1, "CONVENTIONAL"), (ZoneType::SequentialRequired, 2, "SEQ_WRITE_REQUIRED")];
 
+/// The kernel's name of a condition.
+pub fn condition_word(condition: ZoneCondition) -> &'static str {
+    let row = CONDITIONS.iter().find(|(known, ..)| *known == condition);
+    row.map(|(_, _, name, _)| *name).unwrap_or_default()
+}
+
 impl Row {
     fn of(zone: &Zone) -> Self {
-        let condition = CONDITIONS.iter().find(|(condition, ..)| *condition == zone.condition);
         let kind = TYPES.iter().find(|(kind, ..)| *kind == zone.kind);
         Self {
             start: zone.start,
@@ -123,7 +128,7 @@ impl Row {
             capacity: zone.capacity,
             write_pointer: zone.write_pointer,
             r#type: kind.map(|(_, _, name)| *name).unwrap_or_default().to_owned(),
-            condition: condition.map(|(_, _, name, _)| *name).unwrap_or_default().to_owned(),
+            condition: condition_word(zone.condition).to_owned(),
         }
     }
 

@@ -120,9 +120,9 @@ struct Server {
     process_rss_bytes: u64,
 }
 
-/// A device.
+/// A device, or several together.
 #[derive(Debug, Serialize, Deserialize)]
-struct Row {
+pub struct Row {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     name: String,
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -146,7 +146,8 @@ struct Row {
 }
 
 impl Row {
-    fn new(counted: &Counted, seconds: f64) -> Self {
+    /// What was asked in so many seconds, of nobody in particular.
+    pub fn new(counted: &Counted, seconds: f64) -> Self {
         let per_second = |count: u64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
         Self {
             name: String::new(),
@@ -166,7 +167,8 @@ impl Row {
         }
     }
 
-    fn of(device: &Device, seconds: f64) -> Self {
+    /// What a device was asked in the seconds of a look.
+    pub fn of(device: &Device, seconds: f64) -> Self {
         let within = |thousandths| device.lately.latency.within(thousandths);
         let nanoseconds = |took: Duration| took.as_nanos() as u64;
         Self {

@@ -17,7 +17,7 @@ pub const MIB: u64 = 1 << 20;
 const CLIENT_SECONDS_MAX: u32 = 100;
 
 /// The clients and the Debian packages they are in.
-const PACKAGES: [(&str, &str); 17] = [
+const PACKAGES: [(&str, &str); 18] = [
     ("gdb", "gdb"),
     ("fio", "fio"),
     ("nbdinfo", "libnbd-bin"),
@@ -35,6 +35,7 @@ const PACKAGES: [(&str, &str); 17] = [
     ("losetup", "mount"),
     ("fstrim", "util-linux"),
     ("tar", "tar"),
+    ("chromium", "chromium"),
 ];
 
 /// A client, found in PATH or where Debian puts the tools of the administrator.

@@ -1,7 +1,11 @@
 //! Who watches a server: Prometheus, and people.
 
+mod browser;
+mod chromium;
 mod hostile;
+mod map;
 mod openmetrics;
+mod page;
 mod requests;
 mod scrape;
 mod top;
@@ -10,20 +14,46 @@ use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::time::Duration;
 
+use serde_json::Value;
+
 use crate::harness::Serve;
 
-/// A server that tells metrics, and where.
+/// A server that is watched over HTTP, and where.
 struct Watched {
     serve: Serve,
     at: String,
 }
 
 impl Watched {
+    /// One that tells metrics.
     fn start(args: &[&str]) -> Self {
-        let serve = Serve::start(&[args, &["--metrics", "0"]].concat());
-        let at = serve.said.lines().find_map(|line| line.strip_prefix("metrics: http://"));
-        let at = at.and_then(|rest| rest.strip_suffix("/metrics")).expect(&serve.said).to_owned();
+        Self::of(Serve::start(&[args, &["--metrics", "0"]].concat()), "metrics: http://", "/metrics")
+    }
+
+    /// One with a page.
+    fn page(args: &[&str]) -> Self {
+        Self::of(Serve::start(&[args, &["--http", "0"]].concat()), "page: http://", "/")
+    }
+
+    fn of(serve: Serve, word: &str, path: &str) -> Self {
+        let at = serve.said.lines().find_map(|line| line.strip_prefix(word));
+        let at = at.and_then(|rest| rest.strip_suffix(path)).expect(&serve.said).to_owned();
         Self { serve, at }
+    }
+
+    /// What the page asks: the status, and the JSON.
+    fn get(&self, path: &str) -> (u16, Value) {
+        let (status, head, body) = self.ask(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes());
+        let content_type = "Content-Type: application/json; charset=utf-8";
+        assert!(head.iter().any(|line| line == content_type), "{path}: {head:?}");
+        (status, serde_json::from_str(&body).unwrap_or_else(|why| panic!("{path}: {why}: {body}")))
+    }
+
+    /// The same of what is there.
+    fn json(&self, path: &str) -> Value {
+        let (status, told) = self.get(path);
+        assert_eq!(status, 200, "{path}: {told}");
+        told
     }
 
     fn connect(&self) -> TcpStream {

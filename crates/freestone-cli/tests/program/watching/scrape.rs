@@ -163,7 +163,7 @@ fn addresses_that_cannot_be_meant_are_refused() {
     let serve = |args: &[&str]| refused(dir.path(), 2, &[&["serve", "--check"], args].concat());
     let form = "must be PORT or HOST:PORT, for example 9100 or 127.0.0.1:9100";
     assert_eq!(serve(&["--metrics", "x"]), format!("--metrics: x: {form}"));
-    assert!(serve(&["--metrics", "unix:m.sock"]).contains("metrics are asked for over TCP"));
+    assert!(serve(&["--metrics", "unix:m.sock"]).contains("HTTP goes over TCP"));
     let open = serve(&["--metrics", "0.0.0.0:9100"]);
     assert!(open.starts_with("--metrics: 0.0.0.0:9100: others than this machine's users"), "{open}");
     assert_eq!(serve(&["--metrics-open"]), "--metrics-open: without --metrics nobody is told anything");

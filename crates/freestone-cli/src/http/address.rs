@@ -1,8 +1,46 @@
-//! Where metrics are asked for.
+//! Where HTTP is listened for, as a command line and a file say it.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs as _};
 use std::str::FromStr;
+
+use anyhow::Result;
+
+use crate::error::Usage;
+
+/// What is said of one address.
+#[derive(Debug)]
+pub struct Words<'a> {
+    /// The option, without its dashes: the key of a file is the same.
+    pub key: &'static str,
+    /// On the command line.
+    pub line: Option<&'a str>,
+    /// In the file.
+    pub file: Option<&'a str>,
+    /// Others than this machine's users may ask: `KEY-open`.
+    pub open: bool,
+    /// Why that alone makes no sense: half a sentence.
+    pub useless: &'static str,
+}
+
+impl Words<'_> {
+    /// Where it is listened; `None`: nowhere.
+    ///
+    /// # Errors
+    /// The address cannot be meant, or others reach it and nobody said that they may.
+    pub fn resolve(&self) -> Result<Option<SocketAddr>> {
+        let Self { key, line, file, open, useless } = self;
+        let (said, text) = match (line, file) {
+            (Some(text), _) => (format!("--{key}"), text),
+            (None, Some(text)) => ((*key).to_owned(), text),
+            (None, None) if *open => return Err(Usage(format!("--{key}-open: {useless}")).into()),
+            (None, None) => return Ok(None),
+        };
+        let refused = |why| Usage(format!("{said}: {text}: {why}"));
+        let address: HttpAddress = text.parse().map_err(refused)?;
+        Ok(Some(address.resolve(key, *open).map_err(refused)?))
+    }
+}
 
 /// An address of HTTP, as it is asked for: `PORT` of this machine alone, or `HOST:PORT`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,7 +59,7 @@ impl FromStr for HttpAddress {
     /// The error is a half sentence that follows the text.
     fn from_str(text: &str) -> Result<Self, String> {
         if text.starts_with("unix:") || text.contains('/') {
-            return Err(format!("{FORM}: metrics are asked for over TCP"));
+            return Err(format!("{FORM}: HTTP goes over TCP"));
         }
         let text = text.strip_prefix("tcp:").unwrap_or(text);
         let Some((host, port)) = text.rsplit_once(':') else {
@@ -61,17 +99,18 @@ impl HttpAddress {
     ///
     /// # Errors
     /// A half sentence: nobody knows the name; or others than this machine's users reach it, and
-    /// that is not `allowed`.
-    pub fn resolve(&self, allowed: bool) -> Result<SocketAddr, String> {
+    /// that is not `allowed`, with the option `key`-open.
+    pub fn resolve(&self, key: &str, allowed: bool) -> Result<SocketAddr, String> {
         let Some(host) = &self.host else { return Ok((Ipv4Addr::LOCALHOST, self.port).into()) };
         let found = (host.as_str(), self.port).to_socket_addrs().map_err(|e| format!("no such host: {e}"))?;
         let found: Vec<_> = found.collect();
         let at = *found.first().ok_or("no such host")?;
         // Whichever of them is taken next time.
         if !allowed && !found.iter().all(|at| is_of_this_machine(at.ip())) {
-            return Err("others than this machine's users reach it, who would see the names of all devices \
-                        and what is done with them; --metrics-open says that they may"
-                .into());
+            return Err(format!(
+                "others than this machine's users reach it, who would see the names of all devices and what is \
+                 done with them; --{key}-open says that they may"
+            ));
         }
         Ok(at)
     }
@@ -87,7 +126,7 @@ mod tests {
     use super::*;
 
     fn resolved(text: &str, allowed: bool) -> Result<String, String> {
-        text.parse::<HttpAddress>()?.resolve(allowed).map(|at| at.to_string())
+        text.parse::<HttpAddress>()?.resolve("metrics", allowed).map(|at| at.to_string())
     }
 
     #[test]
@@ -121,8 +160,8 @@ mod tests {
             (":9100", FORM),
             ("host:", FORM),
             ("host:port", FORM),
-            ("unix:/run/m.sock", "metrics are asked for over TCP"),
-            ("http://host:9100", "metrics are asked for over TCP"),
+            ("unix:/run/m.sock", "HTTP goes over TCP"),
+            ("http://host:9100", "HTTP goes over TCP"),
             ("::1:9100", "in brackets: [::1]:9100"),
             ("[127.0.0.1]:9100", "must be one of IPv6"),
             ("[::1:9100", "in brackets"),

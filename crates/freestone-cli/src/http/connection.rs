@@ -1,8 +1,13 @@
 //! One connection of HTTP: a request, its answer, the end. Bytes and time are bounded.
 
+use std::borrow::Cow;
 use std::io::{self, Read as _, Write as _};
 use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
 
 use super::request::{HEAD_BYTES_MAX, Refusal, Request, head_end};
 
@@ -19,20 +24,50 @@ const DRAIN_BYTES_MAX: usize = 64 << 10;
 
 /// What is answered.
 pub struct Answer {
-    /// What the text is to the client.
+    /// As in `200 OK`.
+    pub status: &'static str,
+    /// What the body is to the client.
     pub content_type: &'static str,
-    /// The text.
-    pub body: String,
+    /// The body.
+    pub body: Cow<'static, [u8]>,
 }
 
-/// Reads a request and answers it with what `answer` has at its path.
+impl Answer {
+    /// What was asked for.
+    pub fn ok(content_type: &'static str, body: impl Into<Cow<'static, [u8]>>) -> Self {
+        Self { status: "200 OK", content_type, body: body.into() }
+    }
+}
+
+/// Who has asked, while an answer is made.
+pub struct Client<'a> {
+    stream: &'a TcpStream,
+    ending: &'a AtomicBool,
+}
+
+impl Client<'_> {
+    /// Whether nobody waits for the answer any more: the client has left, or the server ends.
+    pub fn is_gone(&self) -> bool {
+        let look = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        match rustix::net::recv(self.stream, &mut [0; 1][..], look) {
+            Ok((_, 0)) => true,
+            Ok(_) | Err(Errno::AGAIN | Errno::INTR) => self.ending.load(Ordering::SeqCst),
+            Err(_) => true,
+        }
+    }
+}
+
+/// Reads a request and answers it with what `answer` says. `headers` are lines that all answers have,
+/// each with its end.
 ///
 /// # Errors
 /// The client has left, or was too slow to take the answer.
 pub fn serve(
     stream: &TcpStream,
+    ending: &AtomicBool,
     check_host: bool,
-    answer: impl FnOnce(&str) -> Result<Answer, Refusal>,
+    headers: &str,
+    answer: impl FnOnce(&Request, &Client<'_>) -> Result<Answer, Refusal>,
 ) -> io::Result<()> {
     let asked = read(stream)?;
     let asked = asked.and_then(|asked| {
@@ -42,33 +77,33 @@ pub fn serve(
         Ok(asked)
     });
     match asked {
-        Err(refusal) => refuse(stream, refusal),
-        Ok(Request { head_only, path, .. }) => match answer(&path) {
-            Err(refusal) => refuse(stream, refusal),
-            Ok(Answer { content_type, body }) => {
-                let head = head("200 OK", content_type, body.len());
-                write(stream, &head, if head_only { "" } else { &body }, TAKE_MAX)
+        Err(refusal) => refuse(stream, headers, refusal),
+        Ok(request) => match answer(&request, &Client { stream, ending }) {
+            Err(refusal) => refuse(stream, headers, refusal),
+            Ok(Answer { status, content_type, body }) => {
+                let head = head(status, content_type, headers, body.len());
+                write(stream, &head, if request.head_only { b"" } else { &body }, TAKE_MAX)
             }
         },
     }
 }
 
 /// Answers with a status.
-pub fn refuse(stream: &TcpStream, refusal: Refusal) -> io::Result<()> {
+fn refuse(stream: &TcpStream, headers: &str, refusal: Refusal) -> io::Result<()> {
     let status = refusal.status();
     let body = format!("{status}\n");
-    let mut head = head(status, "text/plain; charset=utf-8", body.len());
+    let mut head = head(status, "text/plain; charset=utf-8", headers, body.len());
     if refusal == Refusal::Method {
         let end = head.len() - 2;
         head.insert_str(end, "Allow: GET, HEAD\r\n");
     }
-    write(stream, &head, &body, ASK_MAX)
+    write(stream, &head, body.as_bytes(), ASK_MAX)
 }
 
-fn head(status: &str, content_type: &str, len: usize) -> String {
+fn head(status: &str, content_type: &str, headers: &str, len: usize) -> String {
     format!(
         "HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len}\r\n\
-         X-Content-Type-Options: nosniff\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n"
+         X-Content-Type-Options: nosniff\r\nCache-Control: no-store\r\n{headers}Connection: close\r\n\r\n"
     )
 }
 
@@ -101,10 +136,10 @@ fn read(mut stream: &TcpStream) -> io::Result<Result<Request, Refusal>> {
 }
 
 /// Sends it, and ends the connection.
-fn write(mut stream: &TcpStream, head: &str, body: &str, most: Duration) -> io::Result<()> {
+fn write(mut stream: &TcpStream, head: &str, body: &[u8], most: Duration) -> io::Result<()> {
     let end = Instant::now() + most;
-    for text in [head, body] {
-        for piece in text.as_bytes().chunks(PIECE_BYTES) {
+    for part in [head.as_bytes(), body] {
+        for piece in part.chunks(PIECE_BYTES) {
             let mut rest = piece;
             while !rest.is_empty() {
                 let left = end.saturating_duration_since(Instant::now());

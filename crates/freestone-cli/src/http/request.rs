@@ -1,5 +1,5 @@
 //! A request of HTTP, read strictly: what is not understood is refused, and nothing of it is used
-//! but method, path and host.
+//! but method, path, query and host.
 
 use std::net::IpAddr;
 
@@ -13,8 +13,10 @@ const HEADERS_MAX: usize = 64;
 pub struct Request {
     /// Without the body.
     pub head_only: bool,
-    /// Without the query.
+    /// Without the query, as it came.
     pub path: String,
+    /// What follows the question mark, as it came.
+    pub query: String,
     /// Whom the client means, without the port; HTTP/1.0 does not need to say.
     pub host: Option<String>,
 }
@@ -111,8 +113,8 @@ impl Request {
             "HEAD" => true,
             _ => return Err(Refusal::Method),
         };
-        let path = target.split_once('?').map_or(target, |(path, _)| path).to_owned();
-        Ok(Self { head_only, path, host })
+        let (path, query) = target.split_once('?').unwrap_or((target, ""));
+        Ok(Self { head_only, path: path.to_owned(), query: query.to_owned(), host })
     }
 
     /// Refuses what a page of a foreign host can have a browser ask: its name may lead to any
@@ -157,12 +159,14 @@ mod tests {
     #[test]
     fn what_is_meant_is_found() {
         let scrape = "GET /metrics HTTP/1.1\r\nHost: 127.0.0.1:9100\r\nAccept: */*\r\n\r\n";
-        let expected = Request { head_only: false, path: "/metrics".into(), host: Some("127.0.0.1".into()) };
+        let (path, host) = ("/metrics".into(), Some("127.0.0.1".into()));
+        let expected = Request { head_only: false, path, query: String::new(), host };
         assert_eq!(parse(scrape).as_ref(), Ok(&expected));
         assert_eq!(head_end(scrape.as_bytes()), Some(scrape.len()));
         assert_eq!(head_end(&scrape.as_bytes()[..scrape.len() - 1]), None);
         let asked = parse("HEAD /metrics?a=b HTTP/1.0\r\n\r\n").unwrap();
-        assert_eq!((asked.head_only, asked.path.as_str(), asked.host), (true, "/metrics", None));
+        let Request { head_only, path, query, host } = asked;
+        assert_eq!((head_only, path.as_str(), query.as_str(), host), (true, "/metrics", "a=b", None));
     }
 
     #[test]

@@ -1,0 +1,22 @@
+//! The files of the page, as they are in the program.
+
+use crate::http::Answer;
+
+const SCRIPT: &str = "text/javascript; charset=utf-8";
+
+/// Path, type and content.
+const FILES: [(&str, &str, &str); 7] = [
+    ("/", "text/html; charset=utf-8", include_str!("files/index.html")),
+    ("/app.js", SCRIPT, include_str!("files/app.js")),
+    ("/device.js", SCRIPT, include_str!("files/device.js")),
+    ("/draw.js", SCRIPT, include_str!("files/draw.js")),
+    ("/map.js", SCRIPT, include_str!("files/map.js")),
+    ("/style.css", "text/css; charset=utf-8", include_str!("files/style.css")),
+    ("/icon.svg", "image/svg+xml", include_str!("files/icon.svg")),
+];
+
+/// The file at a path.
+pub fn file(path: &str) -> Option<Answer> {
+    let found = FILES.iter().find(|(at, ..)| *at == path);
+    found.map(|(_, content_type, content)| Answer::ok(content_type, content.as_bytes()))
+}

@@ -1,0 +1,238 @@
+//! What there is at a glance: the server, families in sums, and the devices that are asked for.
+
+use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use freestone::device::Counted;
+use freestone::file;
+use freestone::ram::Ram;
+use freestone_spec::family::family_stat;
+use freestone_spec::kinds::Entry;
+use serde::Serialize;
+use serde_json::Value;
+
+use super::api::{Parameters, Why};
+use crate::metrics::rates::{By, Device, Look, fork_of};
+use crate::process;
+use crate::service::Service;
+use crate::verbs::{list, top};
+
+/// Devices of one answer.
+const DEVICES_MAX: usize = 200;
+/// And where nothing was said.
+const DEVICES: usize = 50;
+/// The largest place to go on from: more devices than there can be.
+const FROM_MAX: usize = 1 << 20;
+/// Families of one answer, the busiest of them.
+const FAMILIES_MAX: usize = 64;
+/// Devices of the state that are not there, of one answer.
+const MISSING_MAX: usize = 100;
+
+/// What is told.
+#[derive(Serialize)]
+pub struct Overview {
+    /// The time that rates are of; 0 where nobody had looked before.
+    seconds: f64,
+    server: Server,
+    /// All devices together, as `top` has it.
+    total: top::Row,
+    families: Vec<Family>,
+    /// Beyond [`FAMILIES_MAX`].
+    families_left_out: usize,
+    /// Devices with a name that begins so.
+    found: usize,
+    /// How many of them come before the first one here.
+    from: usize,
+    devices: Vec<Row>,
+    missing: Vec<list::Missing>,
+    missing_left_out: usize,
+}
+
+#[derive(Serialize)]
+struct Server {
+    version: &'static str,
+    pid: u32,
+    uptime_seconds: u64,
+    process_rss_bytes: u64,
+    devices: usize,
+    /// Of these.
+    forks: usize,
+    connections: u64,
+}
+
+/// What was made from one another.
+#[derive(Default, Serialize)]
+struct Family {
+    name: String,
+    kind: &'static str,
+    /// Devices of it.
+    devices: usize,
+    forks: usize,
+    templates: usize,
+    /// What their users asked for. Of a base, its forks' alone: what they read of it is theirs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rates: Option<top::Row>,
+    /// What is held in memory or spilled, before compression and after.
+    orig_data_size: u64,
+    compr_data_size: u64,
+    same_pages: u64,
+    /// As in `stat`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    memory: Option<Value>,
+    #[serde(skip)]
+    lately: Counted,
+    #[serde(skip)]
+    used: u64,
+}
+
+/// A device: as `top` has it, and as `list` has it.
+#[derive(Serialize)]
+struct Row {
+    rates: top::Row,
+    state: list::Row,
+}
+
+/// What devices are sorted by.
+#[derive(Clone, Copy)]
+enum Order {
+    Busy(By),
+    Name,
+}
+
+impl Order {
+    fn parse(text: &str) -> Result<Self, Why> {
+        Ok(match text {
+            "requests" => Self::Busy(By::Requests),
+            "bytes" => Self::Busy(By::Bytes),
+            "latency" => Self::Busy(By::Latency),
+            "name" => Self::Name,
+            _ => return Err(Why::Invalid(format!("by={text}: must be requests, bytes, latency or name"))),
+        })
+    }
+}
+
+/// The overview, with the devices that the parameters choose.
+///
+/// # Errors
+/// The parameters cannot be meant.
+pub fn overview(service: &Service, mut parameters: Parameters<'_>) -> Result<Overview, Why> {
+    let count = parameters.number("count", (0, DEVICES_MAX), DEVICES)?;
+    let from = parameters.number("from", (0, FROM_MAX), 0)?;
+    let prefix = parameters.take("prefix").unwrap_or_default();
+    let order = Order::parse(&parameters.take("by").unwrap_or_else(|| "requests".into()))?;
+    parameters.end()?;
+    file::look_now(list::LOOK_MAX);
+    let look = service.rates.look(&service.registry);
+    let seconds = look.since.as_secs_f64();
+    let entries = service.registry.all();
+    let mut all = Counted::default();
+    for device in &look.devices {
+        all.add(&device.lately.counted);
+    }
+    let (families, families_left_out) = families(&entries, &look);
+    let chosen = chosen(&look, order, &prefix);
+    let found = chosen.len();
+    let row = |device: &Device| {
+        let entry = service.registry.find(&device.name)?;
+        Some(Row { rates: top::Row::of(device, seconds), state: list::row(&entry, service) })
+    };
+    let mut missing: Vec<_> = list::missing(service).collect();
+    let missing_left_out = missing.len().saturating_sub(MISSING_MAX);
+    missing.truncate(MISSING_MAX);
+    Ok(Overview {
+        seconds,
+        server: Server {
+            version: env!("CARGO_PKG_VERSION"),
+            pid: std::process::id(),
+            uptime_seconds: service.began.elapsed().as_secs(),
+            process_rss_bytes: process::process_memory().map_or(0, |memory| memory.rss_bytes),
+            devices: look.devices.len(),
+            forks: look.devices.iter().filter(|device| device.fork_of.is_some()).count(),
+            connections: service.exports.nbd.stats().connections,
+        },
+        total: top::Row::new(&all, seconds),
+        families,
+        families_left_out,
+        found,
+        from,
+        devices: chosen.into_iter().skip(from).take(count).filter_map(row).collect(),
+        missing,
+        missing_left_out,
+    })
+}
+
+/// The devices whose name begins so, in this order.
+fn chosen<'a>(look: &'a Look, order: Order, prefix: &str) -> Vec<&'a Device> {
+    let begins = |device: &Device| device.name.starts_with(prefix);
+    match order {
+        Order::Busy(by) => look.busiest(usize::MAX, by, begins),
+        Order::Name => {
+            let mut found: Vec<_> = look.devices.iter().filter(|device| begins(device)).collect();
+            found.sort_by(|a, b| a.name.cmp(&b.name));
+            found
+        }
+    }
+}
+
+/// The family that each device is of: the index of the one that all of it stands on.
+fn roots(entries: &[Arc<Entry>]) -> Vec<usize> {
+    let places: HashMap<_, _> =
+        entries.iter().enumerate().map(|(index, entry)| (entry.name(), index)).collect();
+    // What one stands on was there before.
+    let mut roots = Vec::with_capacity(entries.len());
+    for (index, entry) in entries.iter().enumerate() {
+        let below =
+            entry.spec.kind.below().and_then(|below| places.get(below)).filter(|below| **below < index);
+        roots.push(below.map_or(index, |below| roots[*below]));
+    }
+    roots
+}
+
+/// The busiest of those with more than one device, or with memory; and how many are left out.
+fn families(entries: &[Arc<Entry>], look: &Look) -> (Vec<Family>, usize) {
+    let mut of_root = HashMap::<usize, Family>::new();
+    for (entry, root) in entries.iter().zip(roots(entries)) {
+        let family = of_root.entry(root).or_default();
+        family.add(entry, look);
+        let has_own = entry.kind.own_family().is_some() || entry.is_outer_base();
+        if let Some(made) = entry.family_made().filter(|_| has_own) {
+            family.used += made.stat().mem_used_total;
+            family.memory = Some(family_stat(&made));
+        }
+    }
+    let mut found: Vec<_> = of_root
+        .into_iter()
+        .filter(|(_, family)| family.memory.is_some() || family.devices + family.templates > 1)
+        .collect();
+    found.sort_by_key(|(root, family)| (Reverse(family.lately.answered()), Reverse(family.used), *root));
+    let left_out = found.len().saturating_sub(FAMILIES_MAX);
+    found.truncate(FAMILIES_MAX);
+    let seconds = look.since.as_secs_f64();
+    let shown = found.into_iter().map(|(root, mut family)| {
+        entries[root].name().clone_into(&mut family.name);
+        family.kind = entries[root].kind.name();
+        family.rates = Some(top::Row::new(&family.lately, seconds));
+        family
+    });
+    (shown.collect(), left_out)
+}
+
+impl Family {
+    fn add(&mut self, entry: &Entry, look: &Look) {
+        if entry.device().is_none() {
+            self.templates += 1;
+            return;
+        }
+        self.devices += 1;
+        self.forks += usize::from(fork_of(entry).is_some());
+        if let Some(device) = look.of(entry).filter(|_| !entry.is_outer_base()) {
+            self.lately.add(&device.lately.counted);
+        }
+        if let Some(stat) = entry.in_memory().map(Ram::mm_stat) {
+            self.orig_data_size += stat.orig_data_size;
+            self.compr_data_size += stat.compr_data_size;
+            self.same_pages += stat.same_pages;
+        }
+    }
+}

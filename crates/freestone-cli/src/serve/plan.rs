@@ -1,0 +1,211 @@
+//! What `serve` is to do: its command line and its file, put together and checked.
+
+use std::collections::HashSet;
+use std::env;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result};
+use freestone_nbd::{Address, AllowList, Limits};
+use freestone_spec::config::FileConfig;
+use freestone_spec::entries::Entries;
+use freestone_spec::kinds::Spec;
+use tempfile::TempDir;
+
+use super::{DEFAULT_DEVICE, ServeArgs};
+use crate::access::AccessOf;
+use crate::allow;
+use crate::declared::{self, Declared};
+use crate::error::Usage;
+use crate::metrics::MetricsOf;
+use crate::paths;
+use crate::places::Place;
+use crate::started_by;
+use crate::state_args::Asked;
+use crate::tls::Tls;
+
+/// What is to be done, checked as far as that goes without doing it.
+pub(super) struct Plan {
+    pub(super) devices: Vec<Declared>,
+    pub(super) addresses: Vec<Address>,
+    /// Those that a service manager listens at.
+    pub(super) sockets: Vec<OwnedFd>,
+    /// None: nobody is to control it.
+    pub(super) control: Option<PathBuf>,
+    /// One that changes nothing.
+    pub(super) control_read_only: Option<PathBuf>,
+    pub(super) access: AccessOf,
+    /// Who may connect to the addresses, and whether the command line says so.
+    pub(super) allow: Option<(AllowList, bool)>,
+    pub(super) tls: Tls,
+    pub(super) limits: Limits,
+    /// All that is published is shown as block devices, too.
+    pub(super) ublk: bool,
+    /// What is there after the next start is kept.
+    pub(super) state: Option<Asked>,
+    /// Who watches asks there.
+    pub(super) metrics: Option<MetricsOf>,
+    /// Where people see a page.
+    pub(super) page: Option<SocketAddr>,
+    /// The directory of the sockets, where it goes with us.
+    pub(super) private: Option<TempDir>,
+}
+
+impl Plan {
+    /// What the command line and its file ask for.
+    ///
+    /// # Errors
+    /// They cannot be meant, or a directory for sockets cannot be made.
+    pub(super) fn new(args: &ServeArgs) -> Result<Self> {
+        let file = args.config.as_deref().map(declared::read).transpose()?;
+        let mut devices = devices(args, file.as_ref())?;
+        if args.ublk || file.as_ref().is_some_and(|file| file.ublk) {
+            declared::as_block_devices(&mut devices);
+        }
+        let state = args.state.asked(file.as_ref(), &devices)?;
+        let metrics = args.metrics.asked(file.as_ref())?;
+        let page = args.page.asked(file.as_ref())?;
+        let said = file.as_ref().zip(args.config.as_deref());
+        let access = AccessOf::new(&args.access, said)?;
+        let tls = Tls::new(&args.tls, said.map(|(file, path)| (&file.tls, path, &*file.base)))?;
+        let mut limits = Limits::default();
+        args.handshake.put(file.as_ref(), tls.mode().is_some(), &mut limits)?;
+        let allow = allow::of_server(&args.allow, said)?;
+        let FileConfig {
+            nbd,
+            control,
+            control_read_only,
+            max_connections,
+            max_memory_in_flight,
+            base: file_dir,
+            ..
+        } = file.unwrap_or_default();
+        let (texts, base) =
+            if args.nbd.is_empty() { (&nbd, Some(file_dir.as_path())) } else { (&args.nbd, None) };
+        let key = match &args.config {
+            Some(path) if args.nbd.is_empty() => format!("{}: nbd", path.display()),
+            _ => "--nbd".to_owned(),
+        };
+        let mut addresses = Vec::new();
+        for text in texts {
+            let address = paths::parse_address(text, base).map_err(|e| Usage(format!("{key}: {e}")))?;
+            // Port 0 is another port each time.
+            if addresses.contains(&address) && !matches!(address, Address::Tcp { port: 0, .. }) {
+                return Err(Usage(format!("{key}: {address}: given twice")).into());
+            }
+            addresses.push(address);
+        }
+        if args.check {
+            let declared = devices.iter().flat_map(|device| &device.exports);
+            let nbd = declared.filter_map(|export| match &export.place {
+                Place::Nbd(address) => Some(address),
+                Place::VhostUser(_) | Place::Ublk(_) => None,
+            });
+            addresses.iter().chain(nbd).try_for_each(|address| tls.check_address(address)).map_err(Usage)?;
+        }
+        if args.single {
+            if !addresses.is_empty() {
+                return Err(Usage(format!("{key}: with --single nobody else is served")).into());
+            }
+            addresses.push(Address::Stdin);
+        }
+        let mut control = match (&args.control, control) {
+            (Some(path), _) => Some(path.clone()),
+            // A server for one command is nobody else's.
+            (None, path) if args.run.is_some() || args.single => path.map(|path| file_dir.join(path)),
+            (None, path) => paths::control_of_environment().or_else(|| path.map(|path| file_dir.join(path))),
+        };
+        let mut private = None;
+        // The one of --single was taken already.
+        let sockets = if args.single { Vec::new() } else { started_by::sockets()? };
+        if !args.check && !args.single && ((addresses.is_empty() && sockets.is_empty()) || control.is_none())
+        {
+            let dir = if args.run.is_some() {
+                private.insert(paths::private_dir()?).path().to_path_buf()
+            } else {
+                let dir = paths::runtime_dir()?;
+                paths::create_private(&dir)?;
+                let nbd_is_there = addresses.is_empty() && sockets.is_empty();
+                access.warn_of_private(&dir, nbd_is_there, control.is_none());
+                dir
+            };
+            if addresses.is_empty() && sockets.is_empty() {
+                addresses.push(Address::Unix(dir.join(paths::NBD_SOCKET)));
+            }
+            control.get_or_insert_with(|| dir.join(paths::CONTROL_SOCKET));
+        }
+        let control = control.map(std::path::absolute).transpose().context("--control: no path")?;
+        let control_read_only = match (&args.control_read_only, control_read_only) {
+            (Some(path), _) => Some(std::path::absolute(path).context("--control-read-only: no path")?),
+            (None, path) => path.map(|path| std::path::absolute(file_dir.join(path))).transpose()?,
+        };
+        access.check_read_only(control_read_only.is_some())?;
+        if let Some(path) = control_read_only.as_ref().filter(|path| control.as_ref() == Some(path)) {
+            let why = "is the control socket already, which changes what it is asked to";
+            return Err(Usage(format!("--control-read-only: {}: {why}", path.display())).into());
+        }
+        if let Some(most) = args.max_connections.or(max_connections) {
+            limits.max_connections = most as usize;
+        }
+        if let Some(bytes) = args.max_memory_in_flight.or(max_memory_in_flight) {
+            limits.max_memory_in_flight = bytes;
+        }
+        if args.single && allow.is_some() {
+            let why = "with --single whoever starts the server says who is served";
+            return Err(Usage(format!("--allow: {why}")).into());
+        }
+        if let Some((list, is_of_line)) = &allow {
+            let key = match &args.config {
+                Some(path) if !is_of_line => format!("{}: allow", path.display()),
+                _ => "--allow".to_owned(),
+            };
+            let usual = Address::Unix(PathBuf::from(paths::NBD_SOCKET));
+            let is_usual = addresses.is_empty() && sockets.is_empty();
+            let mut all = addresses.iter().chain(is_usual.then_some(&usual));
+            all.try_for_each(|address| allow::check(list, address))
+                .map_err(|why| Usage(format!("{key}: {why}")))?;
+        }
+        let home = allow.as_ref().map(|(list, _)| list);
+        declared::check_lists(&devices, &addresses, home)?;
+        Ok(Self {
+            devices,
+            addresses,
+            sockets,
+            control,
+            control_read_only,
+            access,
+            allow,
+            tls,
+            limits,
+            ublk: args.ublk,
+            state,
+            metrics,
+            page,
+            private,
+        })
+    }
+}
+
+fn devices(args: &ServeArgs, file: Option<&FileConfig>) -> Result<Vec<Declared>> {
+    let mut devices = match (file, &args.config) {
+        (Some(file), Some(path)) => declared::devices(file, path)?,
+        _ => Vec::new(),
+    };
+    let mut names: HashSet<_> = devices.iter().map(|device| device.spec.name.clone()).collect();
+    let here = env::current_dir().context("the working directory cannot be found")?;
+    for text in &args.devices {
+        let entries = Entries::parse(text).map_err(|e| Usage(e.to_string()))?;
+        let spec = Spec::from_entries(entries.with_base(&here)).map_err(|e| Usage(e.to_string()))?;
+        if !names.insert(spec.name.clone()) {
+            return Err(Usage(format!("{}: two devices of that name", spec.name)).into());
+        }
+        devices.push(Declared::word(spec));
+    }
+    // A file without devices means none: they come later. A state has its own.
+    if devices.is_empty() && file.is_none() && args.state.state.is_none() {
+        devices.push(Declared::word(DEFAULT_DEVICE.parse()?));
+    }
+    declared::check_order(&devices)?;
+    Ok(devices)
+}

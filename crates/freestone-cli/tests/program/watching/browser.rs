@@ -1,0 +1,204 @@
+//! The page in a browser, as a person has it.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+
+use super::Watched;
+use super::chromium::Chromium;
+use crate::clients::tools::{MIB, noise};
+use crate::drives::raw::Raw;
+use crate::harness::Serve;
+
+/// A part of the page that is shown.
+fn text(id: &str) -> String {
+    format!("document.getElementById('{id}').innerText")
+}
+
+/// The cells of a device's line.
+fn row(name: &str) -> String {
+    format!(
+        "[...document.querySelectorAll('#devices tbody tr')].find((row) => row.dataset.name === '{name}')"
+    )
+}
+
+/// Nothing went wrong, and nobody else was asked.
+#[track_caller]
+fn check(browser: &mut Chromium, at: &str) {
+    let heard = browser.heard();
+    assert_eq!(heard.errors, [""; 0]);
+    let own = format!("http://{at}/");
+    let others: Vec<_> = heard.asked.iter().filter(|url| !url.starts_with(&own)).collect();
+    assert!(others.is_empty() && !heard.asked.is_empty(), "{others:?}");
+}
+
+#[test]
+fn it_shows_devices_follows_writes_and_draws_maps() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("golden"), vec![1; 1 << 20]).unwrap();
+    let golden = format!("golden=file,path={}/golden,readonly=yes,mem_limit=64M", dir.path().display());
+    let watched = Watched::page(&[
+        &golden,
+        "f=fork,base=golden",
+        "r=ram,disksize=16M,mem_limit=8M",
+        "z=null,size=64M,zoned=1,zone_size=4M",
+    ]);
+    // Markup in a name is a name.
+    let strange = "<img/src/onerror>";
+    watched.serve.text(&["create", &format!("{strange}=ram,disksize=1M")]);
+    let mut client = Raw::connect(&watched.serve, "r");
+    let mut browser = Chromium::start(1600, 1000);
+    browser.open(&format!("http://{}/", watched.at));
+    browser.until(&row(strange));
+    assert_eq!(browser.eval("document.querySelectorAll('#devices img').length"), json!(0));
+    let names = browser
+        .eval("[...document.querySelectorAll('#devices tbody tr')].map((row) => row.dataset.name).sort()");
+    assert_eq!(names, json!([strange, "f", "golden", "r", "z"]));
+    let family = browser.text(&text("families"));
+    assert!(family.contains("golden file, 1 fork") && family.contains("of 64M"), "{family}");
+    let header = browser.text(&text("server"));
+    assert!(header.contains("5, 1 of them forks"), "{header}");
+
+    // A write is seen, in its line and in its sum.
+    assert_eq!(client.write(0, 0, &noise(1, 4 * MIB)), 0);
+    browser.until(&format!("{}.innerText.includes('of 8M')", row("r")));
+    browser.until(&format!("{}.innerText.includes('4M, 1.0 : 1')", row("r")));
+
+    // Chosen by the keyboard alone; kept in the address.
+    browser.eval(&format!("{}.querySelector('a').focus()", row("r")));
+    browser.press("Enter");
+    browser.until(&format!("{}.includes('huge: 4M, 25 %')", text("legend")));
+    let legend = browser.text(&text("legend"));
+    assert!(legend.contains("hole: 12M, 75 %"), "{legend}");
+    assert_eq!(browser.text("location.hash"), "#device=r");
+    let facts = browser.text(&text("facts"));
+    assert!(facts.contains("4M, 25 % of the disk") && facts.contains("of 8M"), "{facts}");
+    // Painted as the legend says: the first square huge, the last a hole.
+    let colour = |cell: &str| {
+        format!(
+            "(() => {{ const c = document.getElementById('cells'); const p = c.getContext('2d'); \
+             const [x, y] = {cell}; return [...p.getImageData(x, y, 1, 1).data].slice(0, 3).join(); }})()"
+        )
+    };
+    let of = |name: &str| {
+        format!(
+            "(() => {{ const d = document.createElement('canvas').getContext('2d'); d.fillStyle = \
+             getComputedStyle(document.documentElement).getPropertyValue('--{name}'); d.fillRect(0, 0, 1, 1); \
+             return [...d.getImageData(0, 0, 1, 1).data].slice(0, 3).join(); }})()"
+        )
+    };
+    assert_eq!(browser.text(&colour("[4, 4]")), browser.text(&of("huge")));
+    // With the arrows, for who has no pointer.
+    browser.eval("document.getElementById('cells').focus()");
+    browser.press("ArrowRight");
+    browser.until(&format!("{}.includes('huge: 100 %')", text("tip")));
+    let latency = text("latency");
+    browser.until(&format!("{latency}.includes('write') && {latency}.includes('p99')"));
+    let exports = browser.text(&text("exports"));
+    assert!(exports.contains("nbd+unix:///r?socket=") && exports.contains("1 connection"), "{exports}");
+    // More is written: the map follows.
+    assert_eq!(client.write(0, 8 * MIB, &noise(2, 4 * MIB)), 0);
+    browser.until(&format!(
+        "{}.includes('huge: 8M, 50 %') || {}.includes('huge: 7.')",
+        text("legend"),
+        text("legend")
+    ));
+    browser.eval("document.getElementById('attributes-all').open = true");
+    let attributes = browser.text(&text("attributes"));
+    assert!(attributes.contains("comp_algorithm") && attributes.contains("mem_limit"), "{attributes}");
+
+    // The address chooses, too.
+    browser.eval("location.hash = '#device=z'");
+    browser.until(&format!("{}.includes('empty: 16 zones')", text("legend")));
+    browser.eval(&format!("location.hash = '#device=' + encodeURIComponent('{strange}')"));
+    browser.until(&format!("{}.includes('hole: 1M')", text("legend")));
+    assert_eq!(browser.text(&text("device-title")), strange);
+    browser.eval("location.hash = '#device=f'");
+    browser.until(&format!("{}.includes('as its base: 1M')", text("legend")));
+    // What is gone is told, and the rest goes on. The browser itself says what was not found.
+    check(&mut browser, &watched.at);
+    watched.serve.text(&["remove", "f"]);
+    browser.until(&format!("{}.includes('f: no such device')", text("device-notice")));
+    let heard = browser.heard();
+    assert!(heard.errors.iter().all(|line| line.contains("404")), "{:?}", heard.errors);
+
+    // Nothing is wider than a small screen, and what is chosen can be read.
+    browser.eval("location.hash = '#device=r'");
+    browser.until(&format!("{}.includes('huge')", text("legend")));
+    for (width, height) in [(360, 740), (800, 1000), (1280, 800), (1600, 1000)] {
+        browser.resize(width, height);
+        browser.until(&format!("innerWidth === {width}"));
+        let wide = browser.eval("document.documentElement.scrollWidth");
+        assert!(wide.as_u64().unwrap() <= u64::from(width), "{wide} at {width}");
+    }
+    // All that is shown has a name for who hears the page.
+    let nameless = browser.eval(
+        "[...document.querySelectorAll('svg, canvas, input, select, button, a')].filter((e) => !(e.ariaLabel || \
+         e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)",
+    );
+    assert_eq!(nameless, json!([]));
+}
+
+#[test]
+fn a_server_that_is_gone_is_noticed_and_when_it_is_back() {
+    let watched = Watched::page(&["r=ram,disksize=4M"]);
+    let Watched { serve, at } = watched;
+    let mut browser = Chromium::start(1000, 700);
+    browser.open(&format!("http://{at}/#device=r"));
+    browser.until(&format!("{}.includes('hole: 4M')", text("legend")));
+    assert_eq!(browser.eval("document.getElementById('gone').hidden"), json!(true));
+    serve.signal(rustix::process::Signal::KILL);
+    let (_, dir) = serve.wait();
+    browser.until("!document.getElementById('gone').hidden");
+    let said = browser.text(&text("gone"));
+    assert!(
+        said.contains("The server has not answered since") && said.contains("nobody listens there"),
+        "{said}"
+    );
+    assert_eq!(browser.text("document.title"), "Gone - Freestone");
+    // The browser itself says that it is refused.
+    let heard = browser.heard();
+    assert!(heard.errors.iter().all(|line| line.contains("ERR_CONNECTION")), "{:?}", heard.errors);
+    let _again = Serve::start_in(dir, &["r=ram,disksize=8M", "--http", &at], true);
+    browser.until(&format!("{}.includes('The server was started anew.')", text("back")));
+    browser.until(&format!("{}.includes('hole: 8M')", text("legend")));
+    assert_eq!(browser.eval("document.getElementById('gone').hidden"), json!(true));
+    assert_eq!(browser.text("document.title"), "r - Freestone");
+}
+
+#[test]
+fn with_20_000_forks_it_stays_quick() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("golden"), vec![1; 1 << 20]).unwrap();
+    let golden = format!("golden=file,path={}/golden,readonly=yes", dir.path().display());
+    let watched = Watched::page(&[&golden]);
+    watched.serve.text(&["fork", "golden", "job", "--count", "20000"]);
+    let mut browser = Chromium::start(1600, 1000);
+    browser.open(&format!("http://{}/", watched.at));
+    browser.until("document.querySelectorAll('#devices tbody tr').length === 50");
+    assert_eq!(browser.text(&text("found")), "1 to 50 of 20001");
+    // The longest that the page did not answer, while it refreshes.
+    browser.eval(
+        "window.longest = 0; let last = performance.now(); setInterval(() => { const now = performance.now(); \
+         longest = Math.max(longest, now - last - 20); last = now; }, 20)",
+    );
+    let type_in = |browser: &mut Chromium, prefix: &str| {
+        browser.eval(&format!(
+            "(() => {{ const box = document.getElementById('prefix'); box.value = '{prefix}'; \
+             box.dispatchEvent(new Event('input')); }})()"
+        ));
+    };
+    let began = Instant::now();
+    type_in(&mut browser, "job-1999");
+    browser.until(&format!("{} === '11'", text("found")));
+    let found = began.elapsed();
+    type_in(&mut browser, "");
+    browser.until(&format!("{} === '1 to 50 of 20001'", text("found")));
+    browser.eval("document.getElementById('later').click()");
+    browser.until(&format!("{} === '51 to 100 of 20001'", text("found")));
+    let longest = browser.eval("longest").as_f64().unwrap();
+    println!("20,000 forks: found after {found:?}, the page was busy for {longest:.0} ms at most");
+    assert!(found < Duration::from_secs(10) && longest < 1000.0, "{found:?}, {longest} ms");
+    check(&mut browser, &watched.at);
+}

@@ -1,0 +1,204 @@
+//! The page over HTTP: its files, its headers, what it can ask.
+
+use std::fs;
+
+use serde_json::{Value, json};
+
+use super::Watched;
+use crate::clients::tools::MIB;
+use crate::drives::raw::Raw;
+use crate::harness::refused;
+
+const FILES: [&str; 7] = ["/", "/app.js", "/device.js", "/draw.js", "/map.js", "/style.css", "/icon.svg"];
+
+#[test]
+fn its_files_are_there_and_lead_nowhere_else() {
+    let watched = Watched::page(&["r=ram,disksize=4M"]);
+    for path in FILES {
+        let (status, head, body) = watched.ask(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes());
+        assert_eq!(status, 200, "{path}");
+        check_head(&head);
+        let name = path.trim_start_matches('/');
+        let name = if name.is_empty() { "index.html" } else { name };
+        let file = format!("{}/src/page/files/{name}", env!("CARGO_MANIFEST_DIR"));
+        assert_eq!(body, fs::read_to_string(file).unwrap(), "{path}");
+        // A name space of XML is no address that is asked.
+        let without = body.replace("http://www.w3.org/2000/svg", "");
+        assert!(!without.contains("http://") && !without.contains("https://"), "{path}");
+        for word in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "style=\""] {
+            assert!(!body.contains(word), "{path}: {word}");
+        }
+    }
+    let url = watched.serve.json(&["stat"])["server"]["http"].clone();
+    assert_eq!(url, json!(format!("http://{}/", watched.at)));
+}
+
+/// Nobody else's page can show it, read it, or add to it.
+fn check_head(head: &[String]) {
+    for line in [
+        "X-Content-Type-Options: nosniff",
+        "Cache-Control: no-store",
+        "Cross-Origin-Resource-Policy: same-origin",
+        "X-Frame-Options: DENY",
+        "Referrer-Policy: no-referrer",
+        "Content-Security-Policy: default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
+         connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ] {
+        assert_eq!(head.iter().filter(|told| *told == line).count(), 1, "{line}: {head:?}");
+    }
+    assert!(!head.iter().any(|line| line.starts_with("Access-Control")), "{head:?}");
+}
+
+#[test]
+fn what_is_not_asked_as_it_should_is_refused() {
+    let watched = Watched::page(&["r=ram,disksize=4M"]);
+    let at = &watched.at;
+    let refuse = |text: String, expected: u16| {
+        let (status, head, _) = watched.ask(text.as_bytes());
+        assert_eq!(status, expected, "{text}");
+        check_head(&head);
+        head
+    };
+    for path in ["/", "/api/overview", "/api/map/r", "/api/device/r"] {
+        refuse(format!("GET {path} HTTP/1.1\r\nHost: {at}\r\n\r\n"), 200);
+        refuse(format!("HEAD {path} HTTP/1.1\r\nHost: localhost\r\n\r\n"), 200);
+        refuse(format!("GET {path} HTTP/1.1\r\nHost: rebound.example.org\r\n\r\n"), 421);
+        for method in ["POST", "PUT", "DELETE", "OPTIONS"] {
+            let head = refuse(format!("{method} {path} HTTP/1.1\r\nHost: {at}\r\n\r\n"), 405);
+            assert!(head.iter().any(|line| line == "Allow: GET, HEAD"), "{head:?}");
+        }
+    }
+    for path in
+        ["/metrics", "/index.html", "/files/app.js", "/../etc/passwd", "/api", "/api/", "/api/set/r", "//"]
+    {
+        refuse(format!("GET {path} HTTP/1.1\r\nHost: {at}\r\n\r\n"), 404);
+    }
+    refuse(format!("GET / HTTP/1.1\r\nHost: {at}\r\nX: {}\r\n\r\n", "y".repeat(9000)), 431);
+    for (path, status, sentence) in [
+        ("/api/device/gone", 404, "gone: no such device"),
+        ("/api/device/r?x=1", 400, "x: there is no such parameter"),
+        ("/api/device/%FF", 400, "%FF: is not the name of a device"),
+        ("/api/overview?count=201", 400, "count=201: must be a number from 0 to 200"),
+        ("/api/overview?from=-1", 400, "from=-1: must be a number from 0 to 1048576"),
+        ("/api/overview?by=size", 400, "by=size: must be requests, bytes, latency or name"),
+        ("/api/overview?a=b", 400, "a: there is no such parameter"),
+    ] {
+        assert_eq!(watched.get(path), (status, json!({ "error": sentence })), "{path}");
+    }
+}
+
+#[test]
+fn it_tells_what_top_list_and_stat_tell() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("golden"), vec![1; 1 << 20]).unwrap();
+    let golden = format!("golden=file,path={}/golden,readonly=yes,mem_limit=64M", dir.path().display());
+    let watched = Watched::page(&[&golden, "r=ram,disksize=16M,mem_limit=8M", "n=null,size=1M"]);
+    let serve = &watched.serve;
+    serve.text(&["fork", "golden", "job-%n", "--count", "30"]);
+    serve.text(&["create", "ci/<b>ü</b>=ram,disksize=1M"]);
+    let mut client = Raw::connect(serve, "r");
+    watched.json("/api/overview");
+    for page in 0..64_u64 {
+        assert_eq!(client.write(0, page * 4096, &[page as u8 + 1; 4096]), 0);
+        client.read(page * 4096, 4096).unwrap();
+    }
+    std::thread::sleep(std::time::Duration::from_millis(600));
+    let told = watched.json("/api/overview?count=1");
+    let server = &told["server"];
+    assert_eq!(
+        (&server["devices"], &server["forks"], &server["connections"]),
+        (&json!(34), &json!(30), &json!(1))
+    );
+    assert!(server["process_rss_bytes"].as_u64().unwrap() > MIB && server["pid"].is_number(), "{server}");
+    assert_eq!((&told["found"], told["devices"].as_array().unwrap().len()), (&json!(34), 1));
+    // The busiest, with its rates, as it is in the list.
+    let busiest = &told["devices"][0];
+    let seconds = told["seconds"].as_f64().unwrap();
+    let reads = busiest["rates"]["reads_per_second"].as_f64().unwrap() * seconds;
+    assert!(busiest["state"]["name"] == json!("r") && (reads - 64.0).abs() < 0.01, "{busiest}");
+    assert_eq!(busiest["state"], serve.json(&["list", "r"])["devices"][0]);
+    // Families: the forks of the base are a sum.
+    let families = told["families"].as_array().unwrap();
+    let family = |name: &str| families.iter().find(|family| family["name"] == json!(name)).unwrap();
+    assert_eq!((&family("golden")["forks"], &family("golden")["devices"]), (&json!(30), &json!(31)));
+    assert_eq!(family("golden")["memory"], serve.json(&["stat", "golden"])["family"]);
+    assert_eq!((&family("r")["orig_data_size"], &families[0]["name"]), (&json!(64 * 4096), &json!("r")));
+    assert!(!families.iter().any(|family| family["name"] == json!("n")), "{families:?}");
+
+    // Search by the beginning of names, page by page.
+    let names = |path: &str| -> (u64, Vec<String>) {
+        let told = watched.json(path);
+        let rows = told["devices"].as_array().unwrap().iter();
+        (
+            told["found"].as_u64().unwrap(),
+            rows.map(|row| row["state"]["name"].as_str().unwrap().to_owned()).collect(),
+        )
+    };
+    let expected = |numbers: &[u32]| numbers.iter().map(|n| format!("job-{n}")).collect::<Vec<_>>();
+    assert_eq!(
+        names("/api/overview?prefix=job-2&by=name"),
+        (11, expected(&[2, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29]))
+    );
+    assert_eq!(names("/api/overview?prefix=job-2&by=name&from=9&count=5"), (11, expected(&[28, 29])));
+    assert_eq!(names("/api/overview?prefix=job-2&by=name&from=99"), (11, Vec::new()));
+    assert_eq!(names("/api/overview?prefix=no"), (0, Vec::new()));
+    assert_eq!(names("/api/overview?prefix=ci%2F%3Cb").1, ["ci/<b>ü</b>"]);
+
+    // One device.
+    let told = watched.json("/api/device/r");
+    assert_eq!(told["attributes"], serve.json(&["get", "r"]));
+    let stat = serve.json(&["stat", "r"]);
+    for key in ["mm_stat", "io", "exports", "uuid", "family"] {
+        assert_eq!(told["stat"][key], stat[key], "{key}");
+    }
+    let measured: u64 =
+        told["latency"]["read"].as_array().unwrap().iter().map(|bucket| bucket[1].as_u64().unwrap()).sum();
+    assert_eq!(json!(measured), stat["latency"]["read"]["requests"]);
+    let strange = watched.json("/api/device/ci%2F%3Cb%3E%C3%BC%3C%2Fb%3E");
+    assert_eq!(strange["stat"]["name"], json!("ci/<b>ü</b>"));
+}
+
+/// Told in sums and a part of the names, whatever there is.
+#[test]
+fn of_20_000_forks_it_is_bounded_in_bytes_and_time() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("golden"), vec![1; 1 << 20]).unwrap();
+    let golden = format!("golden=file,path={}/golden,readonly=yes", dir.path().display());
+    let watched = Watched::page(&[&golden]);
+    watched.serve.text(&["fork", "golden", "job", "--count", "20000"]);
+    let (mut quickest, mut bytes) = (f64::MAX, 0);
+    for _ in 0..5 {
+        let began = std::time::Instant::now();
+        let (status, _, body) = watched.ask(b"GET /api/overview?count=50 HTTP/1.0\r\n\r\n");
+        quickest = quickest.min(began.elapsed().as_secs_f64());
+        bytes = body.len();
+        let told: Value = serde_json::from_str(&body).unwrap();
+        assert_eq!((status, &told["server"]["forks"]), (200, &json!(20_000)));
+        assert_eq!(told["devices"].as_array().unwrap().len(), 50);
+        assert_eq!(told["families"][0]["forks"], json!(20_000));
+        std::thread::sleep(std::time::Duration::from_millis(600));
+    }
+    println!("20,000 forks: {quickest:.3} s, {bytes} bytes");
+    assert!(quickest < 1.0 && bytes < 64 << 10, "{quickest} s, {bytes} bytes");
+}
+
+#[test]
+fn addresses_that_cannot_be_meant_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let serve = |args: &[&str]| refused(dir.path(), 2, &[&["serve", "--check"], args].concat());
+    let form = "must be PORT or HOST:PORT, for example 9100 or 127.0.0.1:9100";
+    assert_eq!(serve(&["--http", "x"]), format!("--http: x: {form}"));
+    assert_eq!(serve(&["--http", "unix:h.sock"]), format!("--http: unix:h.sock: {form}: HTTP goes over TCP"));
+    let open = serve(&["--http", "0.0.0.0:9200"]);
+    assert!(open.starts_with("--http: 0.0.0.0:9200: others than this machine's users"), "{open}");
+    assert!(open.ends_with("--http-open says that they may"), "{open}");
+    assert_eq!(serve(&["--http-open"]), "--http-open: without --http there is no page");
+    fs::write(dir.path().join("c.toml"), "http = '[::]:1'").unwrap();
+    let file = serve(&["--config", "c.toml"]);
+    assert!(file.starts_with("http: [::]:1: others than"), "{file}");
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = taken.local_addr().unwrap().to_string();
+    let why = refused(dir.path(), 1, &["serve", "--http", &at, "--nbd", "unix:n", "--control", "c"]);
+    assert!(why.starts_with(&format!("--http: {at}: ")) && why.contains("in use"), "{why}");
+    assert!(!dir.path().join("n").exists() && !dir.path().join("c").exists());
+}
