@@ -79,6 +79,11 @@ fn metrics() {
 }
 
 #[test]
+fn the_page_of_the_page() {
+    run_page("docs/page.md");
+}
+
+#[test]
 fn faults_and_power() {
     run_page("docs/faults.md");
     run_page("docs/power.md");
@@ -111,6 +116,7 @@ fn every_page_with_commands_is_run() {
         "docs/nbd-client.md",
         "docs/nbd.md",
         "docs/object-storage.md",
+        "docs/page.md",
         "docs/power.md",
         "docs/restarts.md",
         "docs/snapshots.md",
