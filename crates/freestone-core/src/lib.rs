@@ -11,8 +11,10 @@
 //! * [`work_queue`], [`timer`], [`handoff`]: who carries on what a device below has answered.
 //! * [`plug`]: many requests, or answers, handed over at once; [`answers`]: their way to the thread
 //!   that reads a queue.
+//! * [`places`]: how many may use something at one time.
 //! * [`budget`]: bytes that may be held for requests.
 //! * [`workers`]: who does what one queue's reader cannot do alone.
+//! * [`limits`]: how many requests a second get through, and their bytes.
 //! * [`log_limit`]: lines of what happens again and again.
 //! * [`mapped`], [`stack`]: memory that can be given back while it is kept.
 //! * [`replace`], [`file_locks`], [`unix_socket`]: files that are never half written, and never
@@ -52,6 +54,7 @@ pub mod freeze_gate;
 #[cfg(not(loom))]
 pub mod handoff;
 pub mod held;
+pub mod limits;
 #[cfg(not(loom))]
 pub mod log_limit;
 #[cfg(not(loom))]
@@ -65,6 +68,8 @@ pub mod per_cpu_arc;
 #[cfg(not(loom))]
 pub mod percpu;
 pub mod pin;
+#[cfg(not(loom))]
+pub mod places;
 #[cfg(not(loom))]
 pub mod plug;
 #[cfg(not(loom))]

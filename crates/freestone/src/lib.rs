@@ -9,7 +9,9 @@
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
-pub use freestone_core::{PAGE_BYTES, budget, consistency_group, device, mutants, plug, replace};
+pub use freestone_core::{
+    PAGE_BYTES, budget, consistency_group, device, limits, mutants, places, plug, replace,
+};
 pub use freestone_cow::cow;
 pub use freestone_drive::{faults, null, power, quantity, quiesce, zone};
 pub use freestone_image::{file, qcow2};

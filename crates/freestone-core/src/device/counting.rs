@@ -2,16 +2,19 @@
 //! for, however it is done below, and how long that took.
 
 use std::cell::Cell;
+use std::io;
 
 use crossbeam_utils::CachePadded;
 use tracing::Span;
 
+use super::limiting::{Limiting, Submitted, Ticket, Unlimited};
 use super::watched::{self, Watched};
 use super::zoned::{AppendCompletion, Zone, ZoneOp, Zoned};
 use super::{
     Account, Buffer, Changes, Completion, Counted, Counter, Device, Error, Extent, Flags, Geometry, IoBuf,
     Request, Result, Sum, Tally, Told, Tried, sampling,
 };
+use crate::limits::Limits;
 use crate::per_cpu_arc::PerCpuArc;
 use crate::sync::{Arc, Instant, OnceLock, thread_local};
 
@@ -23,6 +26,10 @@ use crate::sync::{Arc, Instant, OnceLock, thread_local};
 /// 64, by chance, which stands for the others. Where the device did such a one in several turns, it
 /// is measured from the first one where they follow one another on one thread, else the last turn
 /// is.
+///
+/// Here is also where a way, and all ways together, have [limits](crate::limits): while they do, what is
+/// tried would block, and what is submitted waits until it has paid. That is of the time it took. Zone
+/// operations, hints and questions pay nothing.
 pub struct Counting {
     inner: Arc<dyn Device>,
     way: Way,
@@ -36,6 +43,7 @@ pub struct Counting {
 struct Way {
     tally: Arc<Tally>,
     of_device: Arc<Sum<Tally>>,
+    limiting: Arc<Limiting>,
 }
 
 type Shell = CachePadded<Way>;
@@ -56,19 +64,62 @@ struct Turn {
 impl Counting {
     /// A way into the device of that name; all numbers are 0.
     pub fn new(name: &str, inner: Arc<dyn Device>) -> Self {
-        Self::of(name, inner, Arc::default())
+        Self::of(name, inner, Arc::default(), Limiting::new())
     }
 
     /// Another way into the same device, with numbers of its own, which are also in this one's.
     #[must_use]
     pub fn another_way(&self) -> Self {
-        Self::of(self.tally().device(), Arc::clone(&self.inner), Arc::clone(&self.way.of_device))
+        let of_device = Arc::clone(&self.way.of_device);
+        let limiting = self.way.limiting.another_way();
+        Self::of(self.tally().device(), Arc::clone(&self.inner), of_device, limiting)
     }
 
-    fn of(name: &str, inner: Arc<dyn Device>, of_device: Arc<Sum<Tally>>) -> Self {
+    fn of(name: &str, inner: Arc<dyn Device>, of_device: Arc<Sum<Tally>>, limiting: Limiting) -> Self {
         let tally = Arc::new(Tally::new(name));
         of_device.take_in(Arc::clone(&tally));
-        Self { inner, way: Way { tally, of_device }, shells: OnceLock::new() }
+        let way = Way { tally, of_device, limiting: Arc::new(limiting) };
+        Self { inner, way, shells: OnceLock::new() }
+    }
+
+    /// Limits what comes on this way from now on, also what waits already.
+    ///
+    /// # Errors
+    /// The threads that this needs could not be started; nothing has changed.
+    pub fn set_limits(&self, limits: &Limits) -> io::Result<()> {
+        self.way.limiting.set_way(limits)
+    }
+
+    /// Limits what comes on all ways together, in the same manner.
+    ///
+    /// # Errors
+    /// As [`set_limits`](Self::set_limits).
+    pub fn set_device_limits(&self, limits: &Limits) -> io::Result<()> {
+        self.way.limiting.set_device(limits)
+    }
+
+    /// The limits of this way.
+    pub fn limits(&self) -> Limits {
+        self.way.limiting.way()
+    }
+
+    /// The limits of all ways together.
+    pub fn device_limits(&self) -> Limits {
+        self.way.limiting.device()
+    }
+
+    /// No request waits for the limits of these ways into one device, and of the device, until what is
+    /// returned is dropped; those that do go on.
+    #[must_use]
+    pub fn lift_limits<'a>(ways: impl Iterator<Item = &'a Self>) -> Unlimited {
+        Unlimited::lifted(ways.map(|way| &*way.way.limiting))
+    }
+
+    /// Requests that wait for the limits of these ways into one device, or of the device, are answered
+    /// [`Error::Gone`], and so are those that would have to, until what is returned is dropped.
+    #[must_use]
+    pub fn end_waiting<'a>(ways: impl Iterator<Item = &'a Self>) -> Unlimited {
+        Unlimited::gone(ways.map(|way| &*way.way.limiting))
     }
 
     /// What came through on all ways and how it ended, without latencies.
@@ -103,6 +154,38 @@ impl Counting {
 
     fn zones(&self) -> Result<&dyn Zoned> {
         self.inner.zoned().ok_or(Error::Unsupported)
+    }
+
+    fn ticket(&self, submitted: Submitted) -> Ticket {
+        let Way { tally, limiting, .. } = &self.way;
+        Ticket::new(submitted, Arc::clone(&self.inner), Arc::clone(limiting), Arc::clone(tally))
+    }
+
+    /// A try where there are limits, perhaps of another way.
+    #[cold]
+    #[inline(never)]
+    fn try_limited(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        if self.way.limiting.are_on() {
+            return Ok(Tried::WouldBlock);
+        }
+        self.try_counted(request, buffer)
+    }
+
+    #[inline]
+    fn try_counted(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        if sampling::is_due() {
+            return self.try_seen(request, buffer, true);
+        }
+        if watched::is_wanted() {
+            return self.try_seen(request, buffer, false);
+        }
+        let outcome = self.inner.try_io(request, buffer);
+        // Nearly all are, and here is all that is done for these.
+        if let Ok(Tried::Done) = outcome {
+            self.way.tally.counts().done(request.op, request.len);
+            return outcome;
+        }
+        self.tried(request, outcome)
     }
 
     /// A try that is measured, or looked at.
@@ -195,19 +278,10 @@ impl Device for Counting {
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        if sampling::is_due() {
-            return self.try_seen(request, buffer, true);
+        if self.way.limiting.are_any() {
+            return self.try_limited(request, buffer);
         }
-        if watched::is_wanted() {
-            return self.try_seen(request, buffer, false);
-        }
-        let outcome = self.inner.try_io(request, buffer);
-        // Nearly all are, and here is all that is done for these.
-        if let Ok(Tried::Done) = outcome {
-            self.way.tally.counts().done(request.op, request.len);
-            return outcome;
-        }
-        self.tried(request, outcome)
+        self.try_counted(request, buffer)
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
@@ -224,7 +298,14 @@ impl Device for Counting {
             done.complete(outcome, buffer);
         });
         let _within = span.as_ref().map(Span::enter);
-        self.inner.submit(request, buffer, done);
+        if !self.way.limiting.are_any() {
+            return self.inner.submit(request, buffer, done);
+        }
+        // What is refused pays nothing.
+        if let Err(error) = request.check(&self.inner.geometry()) {
+            return done.complete(Err(error), buffer);
+        }
+        self.ticket(Submitted::Io(request, buffer, done)).pass();
     }
 
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
@@ -259,6 +340,9 @@ impl Zoned for Counting {
 
     fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
         let zones = self.zones()?;
+        if self.way.limiting.are_any() && self.way.limiting.are_on() {
+            return Ok(None);
+        }
         let measured = sampling::is_due().then(|| (sampling::next(), Instant::now()));
         let outcome = if watched::is_wanted() {
             self.append_watched(zones, offset, data, flags)
@@ -294,6 +378,17 @@ impl Zoned for Counting {
             way.tally.counts().appended(bytes, &outcome);
             done(outcome);
         });
+        if self.way.limiting.are_any() {
+            return self.ticket(Submitted::Append(offset, data, flags, done)).pass();
+        }
         zones.submit_append(offset, data, flags, done);
+    }
+}
+
+impl Drop for Counting {
+    fn drop(&mut self) {
+        if self.way.limiting.are_any() {
+            self.way.limiting.end_way();
+        }
     }
 }

@@ -18,7 +18,8 @@ const DISCARDED_BYTES: usize = BYTES + DISCARDS;
 const ZEROED_BYTES: usize = BYTES + ZEROES;
 const ERRORS: usize = 11;
 const IN_FLIGHT: usize = 12;
-const COUNT: usize = 13;
+const LIMITED: usize = 13;
+const COUNT: usize = 14;
 const _: () = assert!(FLUSHES < APPENDS && APPENDS < BYTES && BYTES + FLUSHES < ERRORS);
 
 /// Counters of a device's operations. Adding is one or two additions to the CPU's own cells.
@@ -52,6 +53,8 @@ pub struct Counted {
     pub zeroed_bytes: u64,
     /// Submitted requests that are not answered, where they were [told](OpCounts::begun).
     pub in_flight: u64,
+    /// Requests that waited for their turn, as the device or the way has [limits](crate::limits).
+    pub limited: u64,
 }
 
 impl Counted {
@@ -80,6 +83,7 @@ impl Counted {
             discarded_bytes: both(self.discarded_bytes, other.discarded_bytes),
             zeroed_bytes: both(self.zeroed_bytes, other.zeroed_bytes),
             in_flight: both(self.in_flight, other.in_flight),
+            limited: both(self.limited, other.limited),
         }
     }
 
@@ -160,6 +164,11 @@ impl OpCounts {
         self.0.add(IN_FLIGHT, -1);
     }
 
+    /// A request waits for its turn.
+    pub fn limited(&self) {
+        self.0.add(LIMITED, 1);
+    }
+
     /// Counts an operation that failed.
     #[cold]
     pub fn error(&self) {
@@ -187,6 +196,7 @@ impl OpCounts {
             discarded_bytes: get(DISCARDED_BYTES),
             zeroed_bytes: get(ZEROED_BYTES),
             in_flight: get(IN_FLIGHT),
+            limited: get(LIMITED),
         }
     }
 }
@@ -212,6 +222,7 @@ mod tests {
         counts.begun();
         counts.begun();
         counts.ended();
+        counts.limited();
         counts.tried(&Request::new(Op::WriteZeroes, 0, 512), &Ok(Tried::Done));
         counts.appended(1024, &Ok(77));
         counts.appended(1024, &Err::<u64, _>(Error::ZoneCondition));
@@ -228,6 +239,7 @@ mod tests {
             discarded_bytes: 512 + 1024,
             zeroed_bytes: 512,
             in_flight: 1,
+            limited: 1,
         };
         assert_eq!(counts.snapshot(), expected);
     }

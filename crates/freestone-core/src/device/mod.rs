@@ -23,6 +23,8 @@ mod geometry;
 #[cfg(not(loom))]
 mod latency;
 #[cfg(not(loom))]
+mod limiting;
+#[cfg(not(loom))]
 mod probe;
 mod request;
 #[cfg(not(loom))]
@@ -51,6 +53,8 @@ pub use failures::{Failed, Failures};
 pub use geometry::{Extent, ExtentKind, Geometry};
 #[cfg(not(loom))]
 pub use latency::Latency;
+#[cfg(not(loom))]
+pub use limiting::Unlimited;
 #[cfg(not(loom))]
 pub use request::range_end;
 pub use request::{Buffer, Flags, Op, Request};

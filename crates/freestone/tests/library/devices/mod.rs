@@ -10,6 +10,7 @@ mod file_changes;
 mod file_lengths;
 mod file_setup;
 mod file_stress;
+mod limited;
 mod null_badblocks;
 mod null_memory;
 mod null_pace;
