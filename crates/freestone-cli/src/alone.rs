@@ -5,11 +5,13 @@ use std::time::{Duration, Instant};
 
 use freestone_nbd::Address;
 use freestone_spec::kinds::Entry;
+use freestone_spec::limits::LimitSpec;
 use freestone_spec::path_text;
 use freestone_ublk as ublk;
 use freestone_vhost_user as vhost_user;
 use tracing::warn;
 
+use crate::exports::Limited;
 use crate::places::{Place, Wanted};
 
 /// One of these.
@@ -43,7 +45,7 @@ impl Alone {
         }
     }
 
-    /// What was asked for.
+    /// What was asked for, without limits.
     pub fn wanted(&self) -> Wanted {
         let place = match self {
             Self::VhostUser(export) => Place::VhostUser(export.path().to_owned()),
@@ -53,7 +55,7 @@ impl Alone {
             Self::VhostUser(export) => export.allow(),
             Self::Ublk(_) => None,
         };
-        Wanted { place, read_only: self.is_read_only(), allow }
+        Wanted { place, read_only: self.is_read_only(), allow, limits: LimitSpec::default() }
     }
 
     /// Whether it cannot be written.
@@ -90,8 +92,11 @@ impl Alone {
     }
 
     /// Shows this device from now on.
-    pub fn replace(&self, new: &Entry) {
+    pub fn replace(&self, new: &Entry, limited: Option<&Limited>) {
         let Some(device) = new.way() else { return };
+        if let Some(Err(error)) = limited.map(|limited| limited.join(&device)) {
+            warn!("{}: its limits are not kept, as a thread cannot be started: {error}", self.address());
+        }
         device.tally().set_place(&self.address());
         let failures = Arc::clone(&new.failures);
         match self {

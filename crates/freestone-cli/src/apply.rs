@@ -33,7 +33,7 @@ use crate::service::Service;
 use crate::started_by;
 
 /// What can be set at run time, of all the keys. What is not there any more is set to the second.
-const SETTABLE: [(&str, Option<&str>); 12] = [
+const SETTABLE: [(&str, Option<&str>); 17] = [
     ("disksize", None),
     ("size", None),
     ("mem_limit", Some("none")),
@@ -46,6 +46,11 @@ const SETTABLE: [(&str, Option<&str>); 12] = [
     ("writeback_batch_size", None),
     ("faults", Some("none")),
     ("seed", None),
+    ("iops", Some("0")),
+    ("bps", Some("0")),
+    ("iops_burst", Some("0")),
+    ("bps_burst", Some("0")),
+    ("max_clients", Some("0")),
 ];
 
 /// How far a file goes.
@@ -73,6 +78,8 @@ enum Change {
     AllowHome(AllowList),
     Allow(String, Place, Option<AllowList>),
     Show(String, Wanted),
+    /// At the place, what is wanted there lets through something else.
+    Limit(String, Place, Wanted),
     Withhold(String, Seen),
 }
 
@@ -93,7 +100,15 @@ impl fmt::Display for Change {
             Self::Allow(_, place, list) => write!(f, "allow {} at {place}", allow::shown(list.as_ref())),
             Self::Show(name, wanted) => {
                 let how = if wanted.read_only { ", read-only" } else { "" };
-                write!(f, "publish {name} at {}{how}", wanted.place)
+                write!(f, "publish {name} at {}{how}", wanted.place)?;
+                wanted.limits.words().try_for_each(|(key, text)| write!(f, ", {key}={text}"))
+            }
+            Self::Limit(name, place, wanted) => {
+                write!(f, "limit {name} at {place}")?;
+                if wanted.limits.is_none() {
+                    return write!(f, ": no limit");
+                }
+                wanted.limits.words().try_for_each(|(key, text)| write!(f, ", {key}={text}"))
             }
             Self::Withhold(name, seen) => {
                 write!(f, "publish {name}, once it is no longer withheld")?;
@@ -421,6 +436,15 @@ impl Plan<'_> {
         } else if !belongs {
             changes.extend(at_home.into_iter().map(|at| Change::Hide(name.to_owned(), Place::Nbd(at))));
         }
+        for wanted in device.exports.iter().filter(|wanted| is_shown(wanted)) {
+            let is_there = |is: &&Wanted| {
+                let by_file = |(before, at): &(Wanted, Place)| before.is_asked_as(wanted) && at.is(&is.place);
+                wanted.place.is(&is.place) || known.iter().any(by_file)
+            };
+            if let Some(is) = live.iter().find(is_there).filter(|is| is.limits != wanted.limits) {
+                changes.push(Change::Limit(name.to_owned(), is.place.clone(), wanted.clone()));
+            }
+        }
         let missing = device.exports.iter().filter(|wanted| !is_shown(wanted));
         changes.extend(missing.map(|wanted| Change::Show(name.to_owned(), wanted.clone())));
         Ok(())
@@ -505,6 +529,12 @@ fn make(service: &Service, claim: &Claim<'_>, change: Change, extent: Extent) ->
             for name in declarations.names() {
                 declarations.allow(&name, &place, list.as_ref());
             }
+        }
+        Change::Limit(name, place, wanted) => {
+            let limits = wanted.limits;
+            let at = Wanted { place, ..wanted };
+            exports.limit_at(claim, &*service.find(&name)?, &at, limits)?;
+            declarations.limit_export(&name, &at.place, limits);
         }
         Change::ShowHome(name) => exports.publish_home(claim, &service.find(&name)?)?,
         Change::Show(name, wanted) => {

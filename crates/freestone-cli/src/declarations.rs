@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use freestone_nbd::AllowList;
+use freestone_spec::limits::LimitSpec;
 
 use crate::alone::Shown;
 use crate::places::{Place, Wanted};
@@ -37,6 +38,15 @@ impl Declarations {
         if let Some(exports) = self.lock().get_mut(name) {
             for (wanted, _) in exports.iter_mut().filter(|(_, at)| at.is(place)) {
                 wanted.allow = list.cloned();
+            }
+        }
+    }
+
+    /// It lets through something else.
+    pub fn limit_export(&self, name: &str, place: &Place, limits: LimitSpec) {
+        for (wanted, at) in self.lock().get_mut(name).into_iter().flatten() {
+            if at.is(place) || at == place {
+                wanted.limits = limits;
             }
         }
     }

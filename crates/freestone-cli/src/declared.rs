@@ -8,6 +8,7 @@ use anyhow::Result;
 use freestone_nbd::{Address, AllowList};
 use freestone_spec::config::{self, ConfigError, FileConfig};
 use freestone_spec::kinds::{KindSpec, Spec};
+use freestone_spec::limits::LimitSpec;
 
 use crate::error::Usage;
 use crate::places::{Place, Wanted};
@@ -119,7 +120,8 @@ pub fn as_block_devices(devices: &mut [Declared]) {
         // was said.
         let published = spec.publish.unwrap_or_else(|| !taken.contains(&spec.name));
         let is_template = matches!(spec.kind, KindSpec::Template(_));
-        let wanted = Wanted { place: Place::Ublk(0), read_only: false, allow: None };
+        let limits = LimitSpec::default();
+        let wanted = Wanted { place: Place::Ublk(0), read_only: false, allow: None, limits };
         if published && !is_template && !device.exports.iter().any(|other| other.place.is(&wanted.place)) {
             device.exports.push(wanted);
         }

@@ -2,6 +2,7 @@
 
 use freestone_nbd::{Address, AllowList, ExportInfo};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::allow::words;
 use crate::alone::Alone;
@@ -25,6 +26,9 @@ pub struct Export {
     /// Who may connect, where not all may who can.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub allow: Vec<String>,
+    /// What it lets through, where that is limited: by key, 0 for no limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<Value>,
 }
 
 impl Export {
@@ -45,6 +49,7 @@ impl Export {
             template: info.template,
             connections: info.connections,
             allow: allow.map(words).unwrap_or_default(),
+            limits: None,
         }
     }
 }
@@ -59,6 +64,7 @@ impl From<&Alone> for Export {
             template: false,
             connections: export.connections(),
             allow: export.wanted().allow.as_ref().map(words).unwrap_or_default(),
+            limits: None,
         }
     }
 }

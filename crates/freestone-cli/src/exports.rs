@@ -1,6 +1,7 @@
 //! Where devices are to be seen: at NBD addresses, each with any number of devices, and as exports of
 //! one device alone.
 
+mod limits;
 mod lists;
 mod refused;
 
@@ -11,18 +12,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use freestone::device::{Counting, Device};
-use freestone::ram::NoWaiting;
 use freestone_nbd::{
     Access, Address, AllowList, ExportInfo, ExportOptions, Limits, ListenError, PublishError, Server,
     TemplateOptions,
 };
 use freestone_spec::kinds::registry::Registry;
 use freestone_spec::kinds::{Entry, KindSpec, Spec};
+use freestone_spec::limits::LimitSpec;
 use freestone_spec::refusal::Errno;
 use freestone_ublk as ublk;
 use freestone_vhost_user as vhost_user;
 use tracing::warn;
 
+use self::limits::AllLimited;
+pub use self::limits::Limited;
 use crate::alone::{Alone, Shown, end_all};
 use crate::claims::{Claim, Claims};
 use crate::control::protocol::Fault;
@@ -58,6 +61,8 @@ pub struct Exports {
     addresses: Mutex<Addresses>,
     /// By device.
     alone: Mutex<HashMap<String, Vec<Arc<Alone>>>>,
+    /// What they let through.
+    limited: AllLimited,
 }
 
 /// Where the NBD server listens.
@@ -88,6 +93,7 @@ impl Exports {
             claims: Claims::default(),
             addresses: Mutex::default(),
             alone: Mutex::default(),
+            limited: AllLimited::default(),
         }
     }
 
@@ -111,7 +117,12 @@ impl Exports {
             let allow = self.nbd.allow_at(&export.address);
             Export::of_nbd(&export, allow.as_ref())
         });
-        nbd.chain(self.alone_of(name).iter().map(|export| Export::from(&**export))).collect()
+        let mut all: Vec<_> =
+            nbd.chain(self.alone_of(name).iter().map(|export| Export::from(&**export))).collect();
+        for export in &mut all {
+            export.limits = self.limited.limits(name, &export.address).stat();
+        }
+        all
     }
 
     /// Where a device is to be seen beside the addresses of the command line.
@@ -120,10 +131,13 @@ impl Exports {
         let nbd = self.nbd.exports_named(name).into_iter().filter(|export| !home.contains(&export.address));
         let nbd = nbd.map(|export| {
             let allow = self.nbd.allow_at(&export.address);
-            Wanted { place: Place::Nbd(export.address), read_only: export.read_only, allow }
+            let limits = self.limited.limits(name, &export.address.to_string());
+            Wanted { place: Place::Nbd(export.address), read_only: export.read_only, allow, limits }
         });
         let alone = self.alone_of(name);
-        nbd.chain(alone.iter().map(|export| export.wanted())).collect()
+        let limits = |export: &Alone| self.limited.limits(name, &export.address());
+        let alone = alone.iter().map(|export| Wanted { limits: limits(export), ..export.wanted() });
+        nbd.chain(alone).collect()
     }
 
     /// The addresses of the command line.
@@ -204,7 +218,7 @@ impl Exports {
     pub fn publish_home(&self, claim: &Claim<'_>, entry: &Arc<Entry>) -> Result<(), Fault> {
         for address in self.home() {
             if !self.is_at(entry.name(), &address) {
-                self.publish(claim, entry, &address, false, None)?;
+                self.publish(claim, entry, &address, false, None, LimitSpec::default())?;
             }
         }
         Ok(())
@@ -229,9 +243,11 @@ impl Exports {
         address: &Address,
         read_only: bool,
         allow: Option<&AllowList>,
+        limits: LimitSpec,
     ) -> Result<Address, Fault> {
         let name = entry.name();
         self.check_publish(entry)?;
+        let limited = Arc::new(Limited::new(limits));
         // Nobody closes it between here and there.
         let _address = self.claims.address("publish", address)?;
         let (at, opened) = if self.nbd.listens_at(address) {
@@ -248,13 +264,14 @@ impl Exports {
             return Err(fault);
         }
         let may_be_default = self.defaults.is_free_for(&at, name);
-        let shown = match self.show(entry, &at, read_only, may_be_default) {
-            Err(PublishError::DefaultTaken { .. }) => self.show(entry, &at, read_only, false),
+        let shown = match self.show(entry, &at, read_only, may_be_default, &limited) {
+            Err(PublishError::DefaultTaken { .. }) => self.show(entry, &at, read_only, false, &limited),
             shown => shown,
         };
         match shown {
             Ok(()) => {
                 self.defaults.settle(&at, name);
+                self.limited.put(name, at.absolute().to_string(), limited);
                 let mut addresses = self.addresses();
                 if opened {
                     addresses.opened.insert(at.clone(), 0);
@@ -282,18 +299,26 @@ impl Exports {
         at: &Address,
         read_only: bool,
         default: bool,
+        limited: &Arc<Limited>,
     ) -> Result<(), PublishError> {
         let description = description(entry);
         let without_fua = matches!(&entry.spec.kind, KindSpec::Null(null) if !null.fua);
         let read_only = read_only || entry.is_read_only();
         let failures = Arc::clone(&entry.failures);
         let clients = tls::clients_of(&entry.spec);
-        let export = ExportOptions { read_only, default, without_fua, clients, description, failures };
-        match (way_at(entry, at), &entry.spec.kind) {
+        let places = vec![Arc::clone(&limited.places), Arc::clone(&entry.clients)];
+        let export =
+            ExportOptions { read_only, default, without_fua, clients, description, failures, places };
+        match (way_at(entry, at, Some(limited)), &entry.spec.kind) {
             (Some(device), _) => self.nbd.publish(at, entry.name(), device, export),
             (None, KindSpec::Template(spec)) => {
                 let options = TemplateOptions { export, ttl: spec.ttl };
-                self.nbd.publish_template(at, entry.name(), options, template::make(&self.registry, entry))
+                self.nbd.publish_template(
+                    at,
+                    entry.name(),
+                    options,
+                    template::make(&self.registry, entry, limited),
+                )
             }
             (None, _) => unreachable!("only a template is without a device"),
         }
@@ -307,6 +332,7 @@ impl Exports {
         path: &Path,
         read_only: bool,
         allow: Option<&AllowList>,
+        limits: LimitSpec,
     ) -> Result<Arc<Alone>, Fault> {
         let name = entry.name();
         let device = self.check_alone(entry)?;
@@ -316,6 +342,7 @@ impl Exports {
             access: self.access,
             allow: allow.cloned(),
             denials: Arc::clone(self.nbd.denials()),
+            places: vec![Arc::clone(&entry.clients)],
             ..vhost_user::Options::new(Arc::clone(self.nbd.budget()))
         };
         let export = vhost_user::Export::new(path, name, Arc::clone(&device) as _, options);
@@ -323,7 +350,7 @@ impl Exports {
             let why = format!("{name}: cannot listen at vhost-user:{error}");
             Fault::failed(Errno::EADDRNOTAVAIL, why)
         })?;
-        Ok(self.show_alone(name, Alone::VhostUser(export), &device))
+        self.show_alone(name, Alone::VhostUser(export), &device, limits)
     }
 
     /// Publishes a device as a block device of this machine, with so many queues; 0: as many as it
@@ -334,6 +361,7 @@ impl Exports {
         entry: &Arc<Entry>,
         queues: u16,
         read_only: bool,
+        limits: LimitSpec,
     ) -> Result<Arc<Alone>, Fault> {
         let name = entry.name();
         let device = self.check_alone(entry)?;
@@ -345,7 +373,7 @@ impl Exports {
         };
         let export = ublk::Export::new(name, Arc::clone(&device) as _, options);
         let export = export.map_err(|error| Fault::failed(errno_of(&error), format!("{name}: {error}")))?;
-        Ok(self.show_alone(name, Alone::Ublk(export), &device))
+        self.show_alone(name, Alone::Ublk(export), &device, limits)
     }
 
     /// A way into what may be seen alone.
@@ -357,22 +385,35 @@ impl Exports {
         })
     }
 
-    fn show_alone(&self, name: &str, export: Alone, way: &Counting) -> Arc<Alone> {
-        way.tally().set_place(&export.address());
+    fn show_alone(
+        &self,
+        name: &str,
+        export: Alone,
+        way: &Arc<Counting>,
+        limits: LimitSpec,
+    ) -> Result<Arc<Alone>, Fault> {
+        let address = export.address();
+        way.tally().set_place(&address);
+        let limited = Arc::new(Limited::new(limits));
+        limited.join(way).map_err(|e| Fault::failed(Errno::ENOMEM, format!("{name}: {e}")))?;
         let export = Arc::new(export);
         self.alone().entry(name.to_owned()).or_default().push(Arc::clone(&export));
-        export
+        self.limited.put(name, address, limited);
+        Ok(export)
     }
 
     /// Shows a device at a place.
     pub fn show_at(&self, claim: &Claim<'_>, entry: &Arc<Entry>, wanted: &Wanted) -> Result<Shown, Fault> {
-        let (read_only, allow) = (wanted.read_only, wanted.allow.as_ref());
-        Ok(match &wanted.place {
-            Place::Nbd(address) => Shown::Nbd(self.publish(claim, entry, address, read_only, allow)?),
+        let Wanted { place, read_only, allow, limits } = wanted;
+        let (read_only, allow, limits) = (*read_only, allow.as_ref(), *limits);
+        let checked = place.check_limits(&limits);
+        checked.map_err(|why| Fault::invalid(format!("{}: publish: {why}", entry.name())))?;
+        Ok(match place {
+            Place::Nbd(at) => Shown::Nbd(self.publish(claim, entry, at, read_only, allow, limits)?),
             Place::VhostUser(path) => {
-                Shown::Alone(self.publish_vhost_user(claim, entry, path, read_only, allow)?)
+                Shown::Alone(self.publish_vhost_user(claim, entry, path, read_only, allow, limits)?)
             }
-            Place::Ublk(queues) => Shown::Alone(self.publish_ublk(claim, entry, *queues, read_only)?),
+            Place::Ublk(queues) => Shown::Alone(self.publish_ublk(claim, entry, *queues, read_only, limits)?),
         })
     }
 
@@ -387,14 +428,18 @@ impl Exports {
         }
         drop(all);
         end_all(std::slice::from_ref(export), END_GRACE);
+        self.limited.forget(entry.name(), &export.address());
     }
 
     /// Takes a device off one place.
     pub fn hide_at(&self, _: &Claim<'_>, entry: &Entry, place: &Place, force: bool) -> Result<(), Fault> {
         let name = entry.name();
+        // Connections wait for their answers.
+        let _now = force.then(|| self.no_waiting(entry));
         if let Place::Nbd(address) = place {
             let done = self.nbd.unpublish_at(name, address, force);
             done.map_err(|e| Fault::failed(Errno::EBUSY, format!("{name}: cannot be unpublished: {e}")))?;
+            self.limited.forget(name, &address.absolute().to_string());
             self.leave(address);
             return Ok(());
         }
@@ -440,16 +485,8 @@ impl Exports {
         // A block device that ends still writes what was cached of it.
         drop(held);
         end_all(&alone, END_GRACE);
+        self.limited.forget_all(name);
         Ok(connections)
-    }
-
-    /// Has no connection to a device, or to a template, wait for room.
-    fn no_waiting(&self, entry: &Entry) -> Vec<NoWaiting> {
-        if entry.device().is_some() {
-            return entry.no_waiting().into_iter().collect();
-        }
-        let of_template = |fork: &&Arc<Entry>| fork.template.as_deref() == Some(entry.name());
-        self.registry.all().iter().filter(of_template).filter_map(|fork| fork.no_waiting()).collect()
     }
 
     /// An address has one export less. Closes it where that was the last one.
@@ -501,10 +538,14 @@ impl Exports {
         if new.device().is_none() {
             return;
         }
-        let way = |at: &Address| way_at(new, at).expect("it is a device");
+        let limited = |address: &str| self.limited.of(new.name(), address);
+        let way = |at: &Address| {
+            let limited = limited(&at.absolute().to_string());
+            way_at(new, at, limited.as_ref()).expect("it is a device")
+        };
         self.nbd.replace(new.name(), &way, &description(new), &new.failures);
         for export in self.alone_of(new.name()) {
-            export.replace(new);
+            export.replace(new, limited(&export.address()).as_deref());
         }
     }
 
@@ -530,9 +571,12 @@ impl Exports {
 }
 
 /// A way into a device for clients at an address.
-fn way_at(entry: &Entry, at: &Address) -> Option<Arc<dyn Device>> {
+fn way_at(entry: &Entry, at: &Address, limited: Option<&Arc<Limited>>) -> Option<Arc<dyn Device>> {
     let way = entry.way()?;
     way.tally().set_place(&at.absolute().to_string());
+    if let Some(Err(error)) = limited.map(|limited| limited.join(&way)) {
+        warn!("{}: {at}: its limits are not kept, as a thread cannot be started: {error}", entry.name());
+    }
     Some(way)
 }
 

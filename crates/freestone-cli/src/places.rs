@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use freestone_nbd::{Address, AllowList};
 use freestone_spec::config::ExportWords;
+use freestone_spec::limits::LimitSpec;
 use freestone_spec::path_text;
 use freestone_ublk as ublk;
 
@@ -41,6 +42,8 @@ pub struct Wanted {
     pub read_only: bool,
     /// Who may connect there. `None`: whoever can; at an address that is listened on already, who may.
     pub allow: Option<AllowList>,
+    /// What it lets through.
+    pub limits: LimitSpec,
 }
 
 /// Where a device is to be seen.
@@ -99,6 +102,19 @@ impl Place {
         Ok(list)
     }
 
+    /// Refuses limits that have no meaning there, with half a sentence.
+    pub fn check_limits(&self, limits: &LimitSpec) -> Result<(), String> {
+        let why = match self {
+            Self::VhostUser(_) => "the socket of a virtual machine has one client at a time",
+            Self::Ublk(_) => "a block device is not connected to",
+            Self::Nbd(_) => return Ok(()),
+        };
+        match limits.max_clients {
+            0 => Ok(()),
+            most => Err(format!("max_clients={most}: {why}; it is for NBD, and for the device")),
+        }
+    }
+
     /// The socket of a virtual machine; the error is half a sentence that follows the text.
     pub fn vhost_user(text: &str, base: Option<&Path>) -> Result<Self, String> {
         match parse_address(text, base)? {
@@ -125,7 +141,7 @@ impl Wanted {
     /// # Errors
     /// Half a sentence.
     pub fn of(words: &ExportWords, base: &Path) -> Result<Self, String> {
-        let ExportWords { nbd, vhost_user, queues, read_only, allow, .. } = words;
+        let ExportWords { nbd, vhost_user, queues, read_only, allow, limits, .. } = words;
         let place = match (nbd, vhost_user) {
             (Some(text), _) => {
                 Place::Nbd(parse_address(text, Some(base)).map_err(|why| format!("export: nbd: {why}"))?)
@@ -137,10 +153,12 @@ impl Wanted {
         };
         let allow = allow.as_deref().map(|words| place.allow(words)).transpose();
         let allow = allow.map_err(|why| format!("export: allow: {why}"))?;
-        Ok(Self { place, read_only: *read_only, allow })
+        let limits = limits.over(LimitSpec::default());
+        place.check_limits(&limits).map_err(|why| format!("export: {why}"))?;
+        Ok(Self { place, read_only: *read_only, allow, limits })
     }
 
-    /// Whether it was asked for so, whoever may connect.
+    /// Whether it was asked for so, whoever may connect and whatever is let through.
     pub fn is_asked_as(&self, other: &Self) -> bool {
         self.place == other.place && self.read_only == other.read_only
     }

@@ -7,6 +7,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use freestone_nbd::Address;
+use freestone_spec::limits::{LimitSpec, LimitWords};
 use freestone_spec::refusal::Errno;
 use freestone_state::{Device, Export, State, StateError};
 
@@ -157,7 +158,8 @@ pub fn refused(error: &StateError) -> Fault {
 pub fn export(wanted: &Wanted, declared: bool) -> Export {
     let read_only = wanted.read_only;
     let allow = wanted.allow.as_ref().map(allow::words).unwrap_or_default();
-    let none = Export { nbd: None, vhost_user: None, ublk: None, read_only, allow, declared };
+    let limits = wanted.limits.words().map(|(key, text)| (key.to_owned(), text)).collect();
+    let none = Export { nbd: None, vhost_user: None, ublk: None, read_only, allow, declared, limits };
     match &wanted.place {
         Place::Nbd(at) => Export { nbd: Some(address_text(at)), ..none },
         Place::VhostUser(path) => {
@@ -178,5 +180,12 @@ pub fn wanted(export: &Export) -> Result<Wanted, String> {
     let is_allowed = !export.allow.is_empty();
     let allow = is_allowed.then(|| allow::parse(&export.allow)).transpose();
     let allow = allow.map_err(|why| format!("an export is not shown: allow: {why}"))?;
-    Ok(Wanted { place, read_only: export.read_only, allow })
+    let mut words = LimitWords::default();
+    for (key, text) in &export.limits {
+        if !words.take(key, text)? {
+            return Err(format!("{key}: an export has no such limit"));
+        }
+    }
+    let limits = words.over(LimitSpec::default());
+    Ok(Wanted { place, read_only: export.read_only, allow, limits })
 }

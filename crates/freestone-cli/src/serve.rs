@@ -251,7 +251,9 @@ impl Running {
                 faults.close();
             }
         }
-        let waits: Vec<_> = self.service.registry.all().iter().filter_map(|e| e.no_waiting()).collect();
+        let all = self.service.registry.all();
+        let waits: Vec<_> = all.iter().flat_map(|entry| self.service.exports.no_waiting(entry)).collect();
+        drop(all);
         self.service.records.end();
         let (service, controls) = (Arc::clone(&self.service), self.controls.clone());
         let thread = thread::Builder::new().name("shutdown".into()).spawn(move || {

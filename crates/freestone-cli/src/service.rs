@@ -334,6 +334,8 @@ impl Service {
             // again.
             faults.close();
         }
+        // Who waits for its turn does not get it any more.
+        let _gone = force.then(|| self.exports.end_waiting(entry));
         let ended = self.exports.unpublish(claim, entry, force)?;
         // Connections to a template may have made forks of a base until now, but not of what has no
         // users.

@@ -83,7 +83,10 @@ fn differences(topology: &Topology, asked: &[Declared], has_file: bool) -> Vec<S
         let places = places(device).exports;
         let is = |wanted: &Wanted, known: &Wanted| {
             let same_port = known.place.is(&wanted.place) || known.place.has_chosen_port_of(&wanted.place);
-            same_port && known.read_only == wanted.read_only && known.allow == wanted.allow
+            same_port
+                && known.read_only == wanted.read_only
+                && known.allow == wanted.allow
+                && known.limits == wanted.limits
         };
         for wanted in exports {
             if !places.iter().any(|(known, _)| is(wanted, known)) {

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
 use freestone_core::device::{Device, Failures, Geometry};
+use freestone_core::places::Places;
 
 use crate::address::Address;
 use crate::link::Link;
@@ -28,6 +29,9 @@ pub struct ExportOptions {
     /// Where requests that fail are counted: of a device that is published more than once, all in
     /// one; of a template, those of all connections.
     pub failures: Arc<Failures>,
+    /// Each connection takes a place in all of these; one that finds none waits for it while the
+    /// handshake may last.
+    pub places: Vec<Arc<Places>>,
 }
 
 /// Who sees an export. To others it is as if there were none.
@@ -62,6 +66,8 @@ pub enum EnterError {
     ShuttingDown,
     /// It is there for who comes by TLS.
     OnlyByTls,
+    /// No place came free; so many there are.
+    Full(u64),
     /// No device could be made for it; a sentence.
     Failed(String),
 }
@@ -115,6 +121,8 @@ pub struct Export {
     pub description: String,
     /// Requests that failed.
     pub failures: Arc<Failures>,
+    /// See [`ExportOptions::places`].
+    pub places: Vec<Arc<Places>>,
     /// Connections that use it; changed under the server's lock.
     pub users: AtomicUsize,
 }

@@ -35,6 +35,8 @@ pub const MAX_OPTION_BYTES: usize = 64 << 10;
 pub const MAX_SKIPPED_OPTION_BYTES: usize = 16 << 20;
 /// Smallest preferred block that is offered, in bytes.
 const PREFERRED_BLOCK_BYTES: u32 = 4096;
+/// What is left of a handshake in which no place came free, to say so.
+const ANSWER_TIME: Duration = Duration::from_secs(1);
 const OPTION_HEADER_BYTES: usize = size_of::<OptionHeader>();
 
 const _: () = {
@@ -85,6 +87,7 @@ impl From<EnterError> for Refusal {
             EnterError::Unknown => (reply::ERR_UNKNOWN, "no such export here".into()),
             EnterError::ShuttingDown => (reply::ERR_SHUTDOWN, "the server is shutting down".into()),
             EnterError::OnlyByTls => (reply::ERR_TLS_REQD, "this export is for TLS only, nbds://".into()),
+            EnterError::Full(most) => (reply::ERR_POLICY, full(most).into()),
             EnterError::Failed(text) => (reply::ERR_POLICY, text.into()),
         }
     }
@@ -255,7 +258,9 @@ impl<'a> Handshake<'a> {
     /// Chooses an export: from now on the connection counts as its user, and a template's device is
     /// made.
     fn choose(&mut self, name: &str) -> Result<Chosen, EnterError> {
-        let export = self.shared.enter(self.link, name)?;
+        let answer = ANSWER_TIME.min(self.shared.limits.handshake_total / 4);
+        let until = self.patience.deadline.checked_sub(answer).unwrap_or(self.patience.deadline);
+        let export = self.shared.enter(self.link, name, until)?;
         match export.open() {
             Ok((device, on_end)) => {
                 *self.on_end = on_end;
@@ -286,6 +291,7 @@ impl<'a> Handshake<'a> {
             .to_owned();
         self.input.consume(len);
         let (export, device) = self.choose(&name).map_err(|error| match error {
+            EnterError::Full(most) => End::NoDevice(full(most)),
             EnterError::Failed(text) => End::NoDevice(text),
             EnterError::OnlyByTls => End::Violation("an export that is for TLS was chosen without"),
             EnterError::Unknown | EnterError::ShuttingDown => End::Violation("an unknown export name"),
@@ -496,6 +502,11 @@ fn block_sizes(geometry: &Geometry) -> (u32, u32) {
 /// Most data of a write. To a zone it is written all or not at all, so it must be in memory first.
 pub fn max_payload(geometry: &Geometry) -> u32 {
     if geometry.zones.is_none() { MAX_PAYLOAD_BYTES } else { MAX_IN_FLIGHT_BYTES as u32 }
+}
+
+/// Why a client gets no place.
+fn full(most: u64) -> String {
+    format!("as many clients are connected as may be, {most} (max_clients)")
 }
 
 /// At most as much of a text as the protocol's strings may hold.

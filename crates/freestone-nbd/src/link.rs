@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use freestone_core::answers::Answers;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{Shutdown, shutdown};
 
 use crate::address::Address;
@@ -81,6 +82,13 @@ impl Link {
     /// Whether [`drain`](Self::drain) was called.
     pub fn is_draining(&self) -> bool {
         self.draining.load(Ordering::SeqCst)
+    }
+
+    /// Whether the client sends no more.
+    pub fn has_left(&self) -> bool {
+        let mut fds = [PollFd::from_borrowed_fd(self.socket(), PollFlags::RDHUP)];
+        let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+        !fds[0].revents().is_empty()
     }
 
     /// The connection is to end now: wakes its thread from whatever it waits for, devices excepted.

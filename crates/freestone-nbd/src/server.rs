@@ -227,6 +227,7 @@ impl Server {
             clients: options.clients,
             description: options.description,
             failures: options.failures,
+            places: options.places,
             users: 0.into(),
         });
         // Where it is refused, the device goes after the lock.

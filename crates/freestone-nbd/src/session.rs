@@ -13,7 +13,7 @@ use freestone_core::device::{Completion, Device, Error, Geometry, IoBuf, Request
 use freestone_core::plug::Plug;
 use freestone_core::stack;
 use freestone_core::workers::{Costs, Workers};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::RecvFlags;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 
@@ -326,9 +326,7 @@ impl<'a> Session<'a> {
         if self.client == Client::Ended || self.link.is_draining() {
             return false;
         }
-        let mut fds = [PollFd::from_borrowed_fd(self.link.socket(), PollFlags::RDHUP)];
-        let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
-        !fds[0].revents().is_empty()
+        self.link.has_left()
     }
 
     /// The client has sent nothing for a while: memory that was touched for earlier requests goes

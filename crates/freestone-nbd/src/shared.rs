@@ -21,7 +21,7 @@ use crate::tls::settings::Policy;
 /// How long a connection that was cut may take to notice; only a device call that hangs takes
 /// longer.
 const CUT_WAIT: Duration = Duration::from_secs(1);
-/// How often one that waits for a held export looks whether there is still something to wait for.
+/// How often one that waits for an export, or for a place there, looks whether there is still something to wait for.
 const HELD_LOOK: Duration = Duration::from_millis(100);
 
 /// What connections need of their server.
@@ -142,25 +142,41 @@ impl ServerShared {
     }
 
     /// As [`find`](Self::find), and from now on the connection counts as a user of the export.
-    /// Waits while the export is held.
-    pub fn enter(&self, link: &Link, name: &str) -> Result<Arc<Export>, EnterError> {
+    /// Waits while the export is held, and until `until` while it has no place.
+    pub fn enter(&self, link: &Link, name: &str, until: Instant) -> Result<Arc<Export>, EnterError> {
         let deadline = Instant::now() + self.limits.handshake_total;
         let mut tables = self.lock();
         tables.find(&link.address, name)?.admit(link)?;
         if tables.newcomers.remove(link.id) {
             self.wake();
         }
-        while tables.is_held(&link.address, name)? {
-            if deadline <= Instant::now() {
-                return Err(EnterError::Failed("the device does not come back".to_owned()));
+        loop {
+            if tables.is_held(&link.address, name)? {
+                if deadline <= Instant::now() {
+                    return Err(EnterError::Failed("the device does not come back".to_owned()));
+                }
+            } else {
+                tables.find(&link.address, name)?.admit(link)?;
+                match tables.enter(link, name) {
+                    Err(EnterError::Full(_)) if Instant::now() < until => {}
+                    entered => return entered,
+                }
+                // Not under the lock. A place that comes free meanwhile is found at the next look.
+                drop(tables);
+                if link.has_left() {
+                    return Err(EnterError::Failed("the client has left".to_owned()));
+                }
+                tables = self.lock();
             }
             // What was unpublished meanwhile, or a server that goes away, is noticed at the next
             // look.
-            let waited = self.ended.wait_timeout(tables, HELD_LOOK);
+            let look = match until.saturating_duration_since(Instant::now()) {
+                Duration::ZERO => HELD_LOOK,
+                left => HELD_LOOK.min(left),
+            };
+            let waited = self.ended.wait_timeout(tables, look);
             tables = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        tables.find(&link.address, name)?.admit(link)?;
-        tables.enter(link, name)
     }
 
     /// Ends what [`Tables::hold`] began.

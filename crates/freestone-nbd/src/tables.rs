@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use freestone_core::allow::AllowList;
 use freestone_core::device::{Device, Failures};
+use freestone_core::places::{Place, Places};
 use freestone_core::unix_socket::SocketFile;
 use thiserror::Error;
 
@@ -126,6 +127,8 @@ pub struct Connection {
     link: Arc<Link>,
     listener: u64,
     export: Option<Arc<Export>>,
+    /// What it has taken of the export's places.
+    places: Vec<Place>,
     /// Its key in `deadlines`, where it has one.
     deadline: Option<Instant>,
 }
@@ -290,6 +293,7 @@ impl Tables {
                 clients: export.clients.clone(),
                 description: description.to_owned(),
                 failures: Arc::clone(failures),
+                places: export.places.clone(),
                 users: 0.into(),
             };
             replaced.push(std::mem::replace(export, Arc::new(new)));
@@ -353,7 +357,13 @@ impl Tables {
         Some(link(id, &at.address).map(|link| {
             let link = Arc::new(link);
             at.connections.insert(id);
-            let connection = Connection { link: Arc::clone(&link), listener, export: None, deadline: None };
+            let connection = Connection {
+                link: Arc::clone(&link),
+                listener,
+                export: None,
+                places: Vec::new(),
+                deadline: None,
+            };
             self.connections.insert(id, connection);
             self.newcomers.add(&link);
             link
@@ -365,6 +375,8 @@ impl Tables {
         let export = self.find(&link.address, name)?;
         let connection = self.connections.get_mut(&link.id).ok_or(EnterError::ShuttingDown)?;
         debug_assert!(connection.export.is_none(), "a connection uses one export");
+        let taken = Places::take_all(&export.places);
+        connection.places = taken.map_err(|full| EnterError::Full(full.most()))?;
         connection.export = Some(Arc::clone(&export));
         export.users.fetch_add(1, Ordering::SeqCst);
         self.names.entry(export.name.clone()).or_default().users.insert(link.id);
@@ -396,14 +408,18 @@ impl Tables {
 
     /// The connection uses no export any more.
     pub fn withdraw(&mut self, link: &Link) -> Option<Arc<Export>> {
-        let export = self.connections.get_mut(&link.id)?.export.take()?;
+        let connection = self.connections.get_mut(&link.id)?;
+        connection.places.clear();
+        let export = connection.export.take()?;
         self.forget_user(&export, link.id);
         Some(export)
     }
 
     /// The connection has ended.
     pub fn leave(&mut self, link: &Link) -> Option<Connection> {
-        let connection = self.connections.remove(&link.id)?;
+        let mut connection = self.connections.remove(&link.id)?;
+        // Before those that wait for them look again.
+        connection.places.clear();
         if let Some(at) = self.listeners.get_mut(&connection.listener) {
             at.connections.remove(&link.id);
         }

@@ -9,11 +9,12 @@ use crate::entries::{a_kind, nearest};
 use crate::kinds::registry::Registry;
 use crate::kinds::{Change, Entry};
 use crate::layers;
+use crate::limits::{self, LimitWords};
 use crate::refusal::Refusal;
 
 /// The names of a device's attributes.
 pub fn names(entry: &Entry) -> Vec<&'static str> {
-    [entry.kind.attrs(), &entry.layers.names()].concat()
+    [entry.kind.attrs(), &entry.layers.names(), &limits::KEYS].concat()
 }
 
 /// The value of one attribute. Sizes are numbers of bytes.
@@ -25,6 +26,7 @@ pub fn get(entry: &Entry, attr: &str) -> Result<Value, Refusal> {
     let value = match attr {
         _ if entry.layers.names().contains(&attr) => of_layers(entry),
         _ if entry.kind.attrs().contains(&attr) => entry.kind.value(entry, attr),
+        _ if limits::KEYS.contains(&attr) => entry.limits().value(attr).map(Value::from),
         _ => None,
     };
     value.ok_or_else(|| unknown(entry, attr))
@@ -66,6 +68,7 @@ fn among_all(chosen: &Value) -> String {
 pub fn set(registry: &Registry, entry: &Arc<Entry>, wanted: &Map<String, Value>) -> Result<(), Refusal> {
     let mut changes = Vec::new();
     let mut of_layers = layers::Changes::default();
+    let mut of_limits = LimitWords::default();
     for (attr, value) in wanted {
         let text = match value {
             Value::String(text) => text.clone(),
@@ -77,11 +80,18 @@ pub fn set(registry: &Registry, entry: &Arc<Entry>, wanted: &Map<String, Value>)
                 )));
             }
         };
+        let of_all = of_limits.take(attr, &text);
+        if of_all.map_err(|why| Refusal::invalid(format!("{}: {attr}={text}: {why}", entry.name())))? {
+            continue;
+        }
         if !of_layers.take(&entry.layers, entry.name(), entry.is_read_only(), attr, &text)? {
             changes.push((check(entry, attr, &text)?, attr, text));
         }
     }
     of_layers.make(&entry.layers, entry.name())?;
+    if !of_limits.is_empty() {
+        entry.set_limits(of_limits.over(entry.limits()))?;
+    }
     changes.sort_unstable_by_key(|(change, ..)| *change);
     let set = entry.kind.set(entry, registry, &changes);
     if set.is_ok() {
@@ -262,7 +272,7 @@ mod tests {
             message(&null, "disksize"),
             "n: unknown attribute \"disksize\"; the attributes of a null device are size, blocksize, memory_backed, \
              discard, cache_size, fua, mbps, completion_nsec, badblocks, badblocks_once, badblocks_partial_io, \
-             max_sectors, rotational, readonly"
+             max_sectors, rotational, readonly, iops, bps, iops_burst, bps_burst, max_clients"
         );
     }
 }

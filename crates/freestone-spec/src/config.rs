@@ -33,8 +33,10 @@ use crate::access::AccessWords;
 use crate::entries::{Entries, SpecError, nearest};
 use crate::handshake::HandshakeWords;
 use crate::http::HttpWords;
+use crate::keys::joined;
 use crate::kinds::registry::MAX_DEVICES;
 use crate::layers::NUMBER;
+use crate::limits::{self, LimitWords};
 use crate::metrics::MetricsWords;
 use crate::numbers::{integer, within};
 use crate::size;
@@ -91,7 +93,8 @@ const TOP_KEYS: [&str; 38] = [
     "http_open",
     "device",
 ];
-const EXPORT_KEYS: [&str; 6] = ["nbd", "vhost_user", "ublk", "queues", "read_only", "allow"];
+const EXPORT_KEYS: [&str; 11] =
+    joined(&["nbd", "vhost_user", "ublk", "queues", "read_only", "allow"], &limits::KEYS, &[]);
 
 /// What the file says. Relative paths in it start at the directory of the file.
 #[derive(Debug, Default, PartialEq)]
@@ -167,6 +170,8 @@ pub struct ExportWords {
     pub read_only: bool,
     /// Who may connect there; `None`: whoever can.
     pub allow: Option<Vec<String>>,
+    /// What it lets through.
+    pub limits: LimitWords,
     /// Where it stands.
     pub line: usize,
 }
@@ -514,6 +519,10 @@ impl DeviceWords {
                 }
                 (key @ ("ublk" | "read_only"), _) => {
                     return Err((at, format!("{name}: export: {key}: must be true or false")));
+                }
+                (key, value) if limits::KEYS.contains(&key) => {
+                    let taken = limits::of_toml(&mut export.limits, key, value);
+                    taken.map_err(|why| (at, format!("{name}: export: {why}")))?;
                 }
                 (other, _) => {
                     let hint = nearest(other, &EXPORT_KEYS).map(|h| format!("; {h}?")).unwrap_or_default();

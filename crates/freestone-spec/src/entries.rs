@@ -40,7 +40,7 @@ pub enum SpecError {
         kinds: &'static [&'static str],
     },
     /// No such key.
-    #[error("{name}: unknown key {key:?}{}; the keys of {} are {}", maybe(*.hint), keyed(.kind), .allowed.join(", "))]
+    #[error("{name}: unknown key {key:?}{}; the keys of {} are {}{}", maybe(*.hint), keyed(.kind), .allowed.join(", "), and_all(.of_all))]
     Key {
         /// The device.
         name: String,
@@ -52,6 +52,8 @@ pub enum SpecError {
         hint: Option<&'static str>,
         /// All keys of this kind.
         allowed: &'static [&'static str],
+        /// Those of every device.
+        of_all: &'static [&'static str],
     },
     /// A key without `=`.
     #[error("{name}: {key}: a value is missing; write {key}=VALUE")]
@@ -266,13 +268,19 @@ pub fn nearest<'a>(typed: &str, candidates: &[&'a str]) -> Option<&'a str> {
     candidates.iter().copied().find(|c| typed.len() > 2 && c.contains(&typed))
 }
 
+/// Whether these keys are a verb's, and no device's.
+pub(crate) fn is_verb(kind: &str) -> bool {
+    ["push", "images", "prune"].contains(&kind)
+}
+
 /// What has the keys: a device of that kind, or a verb.
 fn keyed(kind: &str) -> String {
-    if ["push", "images", "prune"].contains(&kind) {
-        kind.to_owned()
-    } else {
-        format!("{} device", a_kind(kind))
-    }
+    if is_verb(kind) { kind.to_owned() } else { format!("{} device", a_kind(kind)) }
+}
+
+/// Keys that not only this kind has.
+fn and_all(keys: &[&str]) -> String {
+    if keys.is_empty() { String::new() } else { format!("; those of every device are {}", keys.join(", ")) }
 }
 
 /// A kind of device with its article.

@@ -6,7 +6,8 @@ use freestone::codec::{Algorithm, ParamsError};
 use freestone::null::MAX_SIZE_BYTES;
 use freestone::ram::DISKSIZE_BYTES_MAX;
 
-use crate::entries::{Entries, SpecError, nearest};
+use crate::entries::{Entries, SpecError, is_verb, nearest};
+use crate::limits;
 use crate::path_text;
 use crate::size::{self, SizeError};
 
@@ -40,14 +41,16 @@ pub(crate) struct Keys(pub Entries);
 impl Keys {
     pub(crate) fn allow(&self, allowed: &'static [&'static str]) -> Result<(), SpecError> {
         let Entries { name, kind, pairs } = &self.0;
+        let of_all: &[&str] = if is_verb(kind) { &[] } else { &limits::KEYS };
         match pairs.iter().find(|(key, _)| !allowed.contains(&key.as_str())) {
             None => Ok(()),
             Some((key, _)) => Err(SpecError::Key {
                 name: name.clone(),
                 kind: kind.clone(),
                 key: key.clone(),
-                hint: nearest(key, allowed),
+                hint: nearest(key, allowed).or_else(|| nearest(key, of_all)),
                 allowed,
+                of_all,
             }),
         }
     }

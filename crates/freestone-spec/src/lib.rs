@@ -19,6 +19,7 @@ pub mod http;
 pub mod keys;
 pub mod kinds;
 pub mod layers;
+pub mod limits;
 pub mod machine;
 pub mod metrics;
 mod notes;

@@ -59,6 +59,9 @@ pub struct Export {
     /// A file has declared it.
     #[serde(default, skip_serializing_if = "is_false")]
     pub declared: bool,
+    /// What it lets through, by key, where that is limited.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub limits: BTreeMap<String, String>,
 }
 
 const fn first() -> u64 {

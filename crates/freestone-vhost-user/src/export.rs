@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use freestone_core::allow::{AllowList, Denials, peer_of};
 use freestone_core::budget::Budget;
 use freestone_core::device::{Device, Disk, Failures};
+use freestone_core::places::{Place, Places};
 use freestone_core::unix_socket::{Access, BindError, SocketFile, bind_to};
 use freestone_core::workers::Workers;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -23,6 +24,10 @@ use crate::vring::Around;
 
 /// How long dropping an export waits for what is in flight.
 pub const END_GRACE: Duration = Duration::from_secs(5);
+/// How long a frontend waits for a place, before its connection is closed.
+pub const PLACE_WAIT: Duration = Duration::from_secs(60);
+/// How often it is looked whether there is one.
+const PLACE_LOOK: Duration = Duration::from_millis(100);
 /// Pause after a failed accept, which another one would most likely follow.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -59,6 +64,9 @@ pub struct Options {
     pub allow: Option<AllowList>,
     /// Where those who may not are counted.
     pub denials: Arc<Denials>,
+    /// The frontend takes a place in all of these; one that finds none waits for it, for up to
+    /// [`PLACE_WAIT`].
+    pub places: Vec<Arc<Places>>,
 }
 
 impl Options {
@@ -74,6 +82,7 @@ impl Options {
             access: Access::default(),
             allow: None,
             denials: Arc::default(),
+            places: Vec::new(),
         }
     }
 }
@@ -339,6 +348,10 @@ fn serve(shared: &Shared, socket: &OwnedFd, name: &str, options: &Options) {
             continue;
         }
         let guest = Arc::new(Guest::new(connection));
+        let Some(_places) = places(shared, &options.places) else {
+            tracing::warn!("{name}: vhost-user: a frontend finds no place (max_clients) and is sent away");
+            continue;
+        };
         let disk = {
             let mut state = shared.lock();
             while state.holds > 0 && !state.is_ending() {
@@ -355,6 +368,24 @@ fn serve(shared: &Shared, socket: &OwnedFd, name: &str, options: &Options) {
         shared.lock().guest = None;
         shared.changed.notify_all();
         tracing::debug!("{name}: vhost-user: the frontend has left");
+    }
+}
+
+/// The places of a frontend; `None` where there is none in time, or the export ends.
+fn places(shared: &Shared, all: &[Arc<Places>]) -> Option<Vec<Place>> {
+    let end = Instant::now() + PLACE_WAIT;
+    loop {
+        if let Ok(taken) = Places::take_all(all) {
+            return Some(taken);
+        }
+        let state = shared.lock();
+        if state.is_ending() {
+            return None;
+        }
+        let state = shared.wait_until(state, end.min(Instant::now() + PLACE_LOOK));
+        if state.is_none() && Instant::now() >= end {
+            return None;
+        }
     }
 }
 

@@ -39,5 +39,5 @@ mod wire;
 mod zones;
 
 pub use disk::{MAX_QUEUES, MAX_REQUEST_BYTES};
-pub use export::{END_GRACE, Export, Held, ListenError, Options, serve_here};
+pub use export::{END_GRACE, Export, Held, ListenError, Options, PLACE_WAIT, serve_here};
 pub use ring::MAX_CHAIN;

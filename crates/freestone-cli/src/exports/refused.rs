@@ -13,6 +13,7 @@ use crate::control::protocol::Fault;
 /// How long it may take until the server sees that a client has left, and how often it is looked.
 const LEFT_MAX: Duration = Duration::from_millis(200);
 const LEFT_PAUSE: Duration = Duration::from_millis(2);
+
 impl Exports {
     /// Refuses where clients are connected. Those that have just left are waited for: the server
     /// sees that a moment later.

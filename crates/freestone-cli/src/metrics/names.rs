@@ -35,6 +35,8 @@ pub struct Asked {
     pub errors: Metric,
     /// Requests that are not answered.
     pub in_flight: Metric,
+    /// Requests that waited for their turn.
+    pub limited: Metric,
     /// How long they took.
     pub duration: Metric,
 }
@@ -61,6 +63,11 @@ macro_rules! asked {
                 name: concat!($prefix, "_in_flight"),
                 of: Type::Gauge,
                 help: concat!("Requests that had to wait and are not answered, of ", $of),
+            },
+            limited: Metric {
+                name: concat!($prefix, "_limited"),
+                of: Type::Counter,
+                help: concat!("Requests that waited as operations or bytes a second are limited, of ", $of),
             },
             duration: Metric {
                 name: concat!($prefix, "_duration_seconds"),
@@ -118,8 +125,9 @@ mod tests {
     #[test]
     fn the_documentation_has_all_and_no_others() {
         let asked = [DEVICE, FORKS_ASKED, FORK, EXPORT];
-        let asked =
-            asked.iter().flat_map(|all| [all.requests, all.bytes, all.errors, all.in_flight, all.duration]);
+        let asked = asked
+            .iter()
+            .flat_map(|all| [all.requests, all.bytes, all.errors, all.in_flight, all.limited, all.duration]);
         let ours: Vec<_> = ALONE.iter().copied().chain(asked).collect();
         let of = |metric: &Metric| match metric.of {
             Type::Counter => "counter",

@@ -140,6 +140,11 @@ fn asked(to: &mut DescriptorEncoder<'_>, names: &Asked, of: &[Whose<'_>]) -> fmt
     })?;
     counters(to, names.errors, |account, counter| Some(account.failed[counter]))?;
     gauges(to, names.in_flight, of.iter().map(|(labels, account)| (&labels[..], account.counted.in_flight)))?;
+    let mut metric = begin(to, names.limited)?;
+    for (labels, account) in of {
+        let value = account.counted.limited;
+        metric.encode_family(labels)?.encode_counter::<NoLabelSet, _, u64>(&value, None)?;
+    }
     let mut metric = begin(to, names.duration)?;
     for (labels, account) in of {
         for counter in Counter::ALL {

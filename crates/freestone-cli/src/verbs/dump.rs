@@ -150,5 +150,9 @@ fn export(wanted: &Wanted) -> Value {
     if let Some(list) = &wanted.allow {
         export.insert("allow".into(), allow::words(list).into());
     }
+    for (key, text) in wanted.limits.words() {
+        let value = text.parse::<i64>().map_or_else(|_| text.into(), Value::from);
+        export.insert(key.into(), value);
+    }
     Value::Table(export)
 }

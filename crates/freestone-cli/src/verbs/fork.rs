@@ -8,6 +8,7 @@ use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::Spec;
 use freestone_spec::kinds::registry::MAX_DEVICES;
 use freestone_spec::layers::NUMBER;
+use freestone_spec::limits::LimitSpec;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -261,7 +262,8 @@ fn make(
         let published = if there {
             service.exports.check_same(entry.name(), address, allow)
         } else {
-            service.exports.publish(claim, &entry, address, false, allow).map(drop)
+            let limits = LimitSpec::default();
+            service.exports.publish(claim, &entry, address, false, allow, limits).map(drop)
         };
         if let Err(fault) = published {
             if created {

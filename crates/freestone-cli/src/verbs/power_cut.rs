@@ -200,8 +200,8 @@ fn now(service: &Service, entry: &Arc<Entry>, at: Option<&str>, seed: Option<u64
     let _job = service.jobs.begin(&name, "power-cut", Kind::WHOLE)?;
     let layers = &entry.layers;
     let seed_of_cut = seed.unwrap_or_else(|| layers.next_seed());
-    // What waits for room would be waited for.
-    let _now = entry.no_waiting();
+    // What waits for room would be waited for, and what waits for its turn is lost.
+    let _now = service.exports.end_waiting(entry);
     let (connections_ended, outcome) = service.exports.restart(&name, || match at {
         None => layers.cut(power, seed_of_cut).map(Outcome::Cut),
         Some(at) => {

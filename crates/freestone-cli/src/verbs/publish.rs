@@ -6,12 +6,14 @@ use std::sync::Arc;
 use clap::Args;
 use freestone_nbd::{Address, AllowList};
 use freestone_spec::kinds::{Entry, Spec};
-use serde::{Deserialize, Serialize};
+use freestone_spec::limits::{self, LimitSpec, LimitWords};
+use freestone_spec::refusal::Errno;
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
 use super::{Verb, keys};
 use crate::allow;
-use crate::alone::{Alone, Shown};
+use crate::alone::Shown;
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
@@ -56,6 +58,9 @@ pub struct Params {
     #[arg(long)]
     #[serde(default)]
     read_only: bool,
+    #[command(flatten)]
+    #[serde(flatten)]
+    limits: LimitArgs,
     /// Every connection gets a fork of its own, gone when it ends
     #[arg(long)]
     #[serde(default)]
@@ -87,6 +92,7 @@ impl Params {
         }
         self.keys = keys::of_words(&self.name, "template", &self.words)?;
         self.template_spec().map_err(|fault| Usage(fault.message))?;
+        self.limits.words(&self.name).map_err(|fault| Usage(fault.message))?;
         let places = self.places(["--nbd", "--vhost-user"]).map_err(|fault| Usage(fault.message))?;
         for place in places {
             match place {
@@ -181,11 +187,13 @@ impl Verb for Publish {
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let template = params.template_spec()?;
         let places = params.places(["nbd", "vhost_user"])?;
-        let with_list = |place: Place| {
+        let limits = params.limits.words(&params.name)?;
+        let wanted = |place: Place| {
             let allow = params.allow_at(&place)?;
-            Ok(Wanted { place, read_only: params.read_only, allow })
+            let limits = limits.over(LimitSpec::default());
+            Ok(Wanted { place, read_only: params.read_only, allow, limits })
         };
-        let places: Vec<_> = places.into_iter().map(with_list).collect::<Result<_, Fault>>()?;
+        let places: Vec<_> = places.into_iter().map(wanted).collect::<Result<_, Fault>>()?;
         if places.is_empty() && !params.allow.is_empty() {
             return Err(Fault::invalid(format!("{}: publish: allow: of which address?", params.name)));
         }
@@ -206,11 +214,21 @@ impl Verb for Publish {
             return Err(Fault::invalid(format!("{name}: publish: {why}")));
         }
         let withheld = service.withheld.take(entry.name());
-        let mut shown = Vec::new();
+        let (mut shown, mut limited) = (Vec::new(), Vec::new());
         let again = withheld.as_ref().map(|seen| service.show(&claim, &entry, seen));
         let again = again.unwrap_or(Ok(()));
         let published = again.and_then(|()| {
-            let reply = publish(service, &claim, &entry, places.into_iter(), &mut shown)?;
+            let mut reply = Reply::of(entry.name());
+            for wanted in places {
+                if let Some(is) = published(service, &entry, &wanted).filter(|_| !limits.is_empty()) {
+                    check_list(entry.name(), &wanted, &is)?;
+                    let before = service.exports.limit_at(&claim, &entry, &is, limits.over(is.limits))?;
+                    reply.add(service, &entry, &is.place);
+                    limited.push((is, before));
+                    continue;
+                }
+                publish(service, &claim, &entry, wanted, &mut shown, &mut reply)?;
+            }
             recording.commit().map(|()| reply)
         });
         published.inspect_err(|_| {
@@ -219,6 +237,9 @@ impl Verb for Publish {
                 let _ = service.exports.unpublish(&claim, &entry, true);
                 service.declarations.forget_exports(entry.name());
                 service.withheld.put(entry.name(), seen);
+            }
+            for (wanted, before) in limited {
+                let _ = service.exports.limit_at(&claim, &entry, &wanted, before);
             }
             for place in &shown {
                 let _ = service.exports.hide_at(&claim, &entry, place, true);
@@ -237,32 +258,103 @@ impl Verb for Publish {
     }
 }
 
-/// At all of these places; where it is now is added to `shown`.
+/// What is published at that place already, in the same manner.
+fn published(service: &Service, entry: &Entry, wanted: &Wanted) -> Option<Wanted> {
+    let read_only = wanted.read_only || entry.is_read_only();
+    let is = |live: &Wanted| live.place.is(&wanted.place) && live.read_only == read_only;
+    service.exports.wanted(entry.name()).into_iter().find(is)
+}
+
+/// Limits change where it is published already; who may connect there does not.
+fn check_list(name: &str, wanted: &Wanted, is: &Wanted) -> Result<(), Fault> {
+    if wanted.allow.is_none() || wanted.allow == is.allow {
+        return Ok(());
+    }
+    let why = format!("it is published at {} with {}", is.place, allow::shown(is.allow.as_ref()));
+    Err(Fault::failed(Errno::EBUSY, format!("{name}: publish: allow: {why}; apply changes lists")))
+}
+
+/// At that place; where it is now is added to `shown`.
 fn publish(
     service: &Service,
     claim: &Claim<'_>,
     entry: &Arc<Entry>,
-    places: impl Iterator<Item = Wanted>,
+    wanted: Wanted,
     shown: &mut Vec<Place>,
-) -> Result<Reply, Fault> {
-    let mut reply =
-        Reply { name: entry.name().to_owned(), address: None, uri: None, vhost_user: None, ublk: None };
-    for wanted in places {
-        match service.exports.show_at(claim, entry, &wanted)? {
-            Shown::Nbd(at) => {
-                reply.uri = service.exports.uri_at(entry.name(), &at);
-                reply.address = Some(at.to_string());
-                shown.push(Place::Nbd(at));
-            }
-            Shown::Alone(export) => {
-                let at = Some(export.address());
-                match &*export {
-                    Alone::VhostUser(_) => reply.vhost_user = at,
-                    Alone::Ublk(_) => reply.ublk = at,
-                }
-                shown.push(wanted.place);
-            }
+    reply: &mut Reply,
+) -> Result<(), Fault> {
+    let place = match service.exports.show_at(claim, entry, &wanted)? {
+        Shown::Nbd(at) => Place::Nbd(at),
+        Shown::Alone(_) => wanted.place,
+    };
+    reply.add(service, entry, &place);
+    shown.push(place);
+    Ok(())
+}
+
+impl Reply {
+    fn of(name: &str) -> Self {
+        Self { name: name.to_owned(), address: None, uri: None, vhost_user: None, ublk: None }
+    }
+
+    /// It is there.
+    fn add(&mut self, service: &Service, entry: &Entry, place: &Place) {
+        if let Place::Nbd(at) = place {
+            self.uri = service.exports.uri_at(entry.name(), at);
+            self.address = Some(at.to_string());
+            return;
+        }
+        let at = service.exports.address_of(entry.name(), place);
+        match place {
+            Place::Ublk(_) => self.ublk = at,
+            _ => self.vhost_user = at,
         }
     }
-    Ok(reply)
+}
+
+/// What an export lets through, as it is typed. 0 is no limit; what is not said stays as it is.
+#[derive(Debug, Default, Args, Serialize, Deserialize)]
+struct LimitArgs {
+    /// Operations a second; 0 for no limit. Of an export that is there, this changes
+    #[arg(long, value_name = "N")]
+    #[serde(default, deserialize_with = "word", skip_serializing_if = "Option::is_none")]
+    iops: Option<String>,
+    /// Bytes a second, for example 10M; 0 for no limit
+    #[arg(long, value_name = "SIZE")]
+    #[serde(default, deserialize_with = "word", skip_serializing_if = "Option::is_none")]
+    bps: Option<String>,
+    /// Operations that may come at once after a pause [default: a tenth of --iops]
+    #[arg(long, value_name = "N")]
+    #[serde(default, deserialize_with = "word", skip_serializing_if = "Option::is_none")]
+    iops_burst: Option<String>,
+    /// Bytes that may come at once after a pause [default: a tenth of --bps]
+    #[arg(long, value_name = "SIZE")]
+    #[serde(default, deserialize_with = "word", skip_serializing_if = "Option::is_none")]
+    bps_burst: Option<String>,
+    /// Connections at one time, for NBD; 0 for no limit. Others wait for a place
+    #[arg(long, value_name = "N")]
+    #[serde(default, deserialize_with = "word", skip_serializing_if = "Option::is_none")]
+    max_clients: Option<String>,
+}
+
+impl LimitArgs {
+    fn words(&self, name: &str) -> Result<LimitWords, Fault> {
+        let mut words = LimitWords::default();
+        let Self { iops, bps, iops_burst, bps_burst, max_clients } = self;
+        for (key, text) in limits::KEYS.into_iter().zip([iops, bps, iops_burst, bps_burst, max_clients]) {
+            if let Some(text) = text {
+                let taken = words.take(key, text);
+                taken.map_err(|why| Fault::invalid(format!("{name}: publish: {key}={text}: {why}")))?;
+            }
+        }
+        Ok(words)
+    }
+}
+
+/// A text, or a number as one.
+fn word<'de, D: Deserializer<'de>>(from: D) -> Result<Option<String>, D::Error> {
+    Ok(match Value::deserialize(from)? {
+        Value::String(text) => Some(text),
+        other => Some(other.to_string()),
+    })
 }

@@ -74,7 +74,7 @@ impl Verb for Reset {
         let _job = service.jobs.begin(&name, Self::METHOD, Kind::WHOLE)?;
         entry.rewinds.fetch_add(1, Ordering::SeqCst);
         // Writes that were held back are waited for, and may wait for room.
-        let _now = entry.layers.power.as_ref().and_then(|_| entry.no_waiting());
+        let _now = entry.layers.power.as_ref().map(|_| service.exports.no_waiting(&entry));
         let wiped = entry.wipe(true);
         wiped.map_err(|e| Fault::failed(errno_of(e), format!("{name}: {e}")))?;
         Ok(Reply { name })

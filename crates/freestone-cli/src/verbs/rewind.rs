@@ -92,7 +92,7 @@ impl Verb for Rewind {
         let _job = service.jobs.begin(&name, Self::METHOD, Kind::WHOLE)?;
         entry.rewinds.fetch_add(1, Ordering::SeqCst);
         // Writes that were held back are waited for, and may wait for room.
-        let _now = entry.layers.power.as_ref().and_then(|_| entry.no_waiting());
+        let _now = entry.layers.power.as_ref().map(|_| service.exports.no_waiting(&entry));
         let done = entry.wipe(false);
         done.map_err(|e| Fault::failed(errno_of(e), format!("{name}: {e}")))?;
         Ok(Reply { name, connections_ended: None })
@@ -142,6 +142,7 @@ fn to_snapshot(service: &Service, name: String, to: &str, force: bool) -> Result
         keep: entry.spec.keep,
         kind: KindSpec::Fork(fork),
         layers: entry.layers.as_now(&entry.spec.layers),
+        limits: entry.limits(),
     };
     let made = build(spec, &service.registry);
     let mut new = made.inspect_err(|_| {
@@ -149,12 +150,13 @@ fn to_snapshot(service: &Service, name: String, to: &str, force: bool) -> Result
         let _ = give(mem_min);
     })?;
     new.identity = entry.identity;
+    new.clients = Arc::clone(&entry.clients);
     let new = Arc::new(new);
     if let Some(faults) = &entry.layers.faults {
         faults.release();
     }
-    // What waits for room would be waited for.
-    let _now = entry.no_waiting();
+    // What waits for room would be waited for, and what waits for its turn was asked of what goes.
+    let _now = service.exports.end_waiting(&entry);
     let (ended, replaced) = service.exports.restart(&name, || {
         service.registry.replace(&entry, &new).map_err(|why| why.of(&name))?;
         service.exports.replace(&new);

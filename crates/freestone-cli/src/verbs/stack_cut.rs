@@ -101,8 +101,9 @@ pub fn cut(
     let seed = seed.unwrap_or_else(|| first.layers.next_seed());
     // A merge of a snapshot goes on or not, but holds up nobody.
     let _job = service.jobs.begin(drives[0].name(), "power-cut", Kind::WHOLE)?;
-    // What waits for room would be waited for.
-    let _now: Vec<_> = drives.iter().filter_map(|drive| drive.no_waiting()).collect();
+    // What waits for room would be waited for, and what waits for its turn is lost.
+    let all = drives.iter().copied().chain(&stack.snapshots);
+    let _now: Vec<_> = all.flat_map(|entry| service.exports.end_waiting(entry)).collect();
     let (connections_ended, (cuts, snapshots)) = restart(service, &names, &mut || {
         let cuts = stack.cut(seed);
         let opened = |old: &Arc<Entry>| Snapshot::of(old, reopen(service, &stack, old));

@@ -63,7 +63,7 @@ impl Params {
     }
 }
 
-/// One device: `{"name":, "kind":, "disksize":, "uuid":, "generation":, "withheld":, "keep": {..}, "content_of":, "base":, "mm_stat": {..}, "io_stat": {..},
+/// One device: `{"name":, "kind":, "disksize":, "uuid":, "generation":, "withheld":, "keep": {..}, "content_of":, "limits": {..}, "base":, "mm_stat": {..}, "io_stat": {..},
 /// "bd_stat": {..}, "debug_stat": {..}, "io": {..}, "latency": {..}, "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "ops": {..},
 /// "failed": {..}, "full": {..}, "zones": {..}, "power": {..}, "faults": {..}, "family": {..},
 /// "memory": {..}, "exports": [..]}`, statistics where the kind has them. All: `{"server": {..},
@@ -212,6 +212,7 @@ fn device(
     insert("base", entry.spec.kind.below().map(Into::into));
     insert("template", entry.template.clone().map(Into::into));
     insert("changed", Changed::of(entry).map(|changed| json!(changed)));
+    insert("limits", entry.limits().stat());
     insert("withheld", service.withheld.has(entry.name()).then_some(true.into()));
     insert("keep", service.saves.stat(entry));
     insert("content_of", service.saves.behind_of(entry.name()).map(Into::into));

@@ -10,6 +10,7 @@ mod garbage;
 mod handshake;
 mod holes;
 mod listening;
+mod places;
 mod sweeps;
 mod templates;
 mod tls;

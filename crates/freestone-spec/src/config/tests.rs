@@ -120,7 +120,7 @@ fn refusals_name_line_or_key() {
         ),
         (
             "[[device]]\nname='r'\nkind='ram'\n[[device.export]]\nnbd='a'\nreadonly=true",
-            "line 6: r: export: unknown key \"readonly\"; read_only?; the keys are nbd, vhost_user, ublk, queues, read_only, allow",
+            "line 6: r: export: unknown key \"readonly\"; read_only?; the keys are nbd, vhost_user, ublk, queues, read_only, allow, iops, bps, iops_burst, bps_burst, max_clients",
         ),
         (
             "[[device]]\nname='r'\nkind='ram'\nexport = { nbd='a', queues=2 }",

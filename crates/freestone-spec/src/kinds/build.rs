@@ -63,6 +63,7 @@ pub(super) fn finished(spec: Spec, built: Built) -> Result<Entry, Refusal> {
     let mut entry = Entry::new(spec, kind, device, needs);
     entry.join_base();
     (entry.layers, entry.origin, entry.cow_origin, entry.backing) = (layers, origin, cow_origin, backing);
+    entry.set_limits(entry.spec.limits)?;
     if let Some((key, value)) = entry.kind.settled() {
         entry.words.put(&entry.spec, key, &value);
     }

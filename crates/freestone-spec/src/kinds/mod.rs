@@ -9,6 +9,7 @@ mod fork;
 mod found;
 mod identity;
 mod image;
+mod limited;
 mod names;
 mod nbd;
 mod null;
@@ -35,8 +36,9 @@ use std::sync::{Arc, Mutex, Weak};
 use freestone::cow;
 use freestone::device::{self, Counting, Device, Failures, Sum, Tally};
 use freestone::file::Changed;
+use freestone::places::Places;
 use freestone::qcow2::Format;
-use freestone::ram::{Family, NoWaiting, Ram};
+use freestone::ram::{Family, Ram};
 use freestone_nbd_client::Uri;
 use serde_json::Value;
 
@@ -47,6 +49,7 @@ pub use self::fork::{ForkSpec, over_stat};
 use self::identity::parse_on_lost;
 pub use self::identity::{Identity, OnLost};
 pub use self::image::{ImageSpec, Pulled, of_store};
+pub use self::limited::NoWaiting;
 use self::names::{IS_SNAPSHOT, LAYER_KEYS, is_live, parse_name};
 pub use self::nbd::NbdSpec;
 pub use self::null::{NullBacking, NullData, NullSpec};
@@ -68,6 +71,7 @@ use crate::entries::{Entries, SpecError, a_kind, nearest};
 use crate::family::FamilySpec;
 use crate::keys::{Keys, parse_bool};
 use crate::layers::{Below, LayerSpec, Layers};
+use crate::limits::LimitSpec;
 use crate::notes::MemoryNotes;
 use crate::refusal::{Errno, Refusal};
 use crate::tls::TlsClients;
@@ -122,6 +126,8 @@ pub struct Spec {
     pub kind: KindSpec,
     /// What lies over its data.
     pub layers: LayerSpec,
+    /// What it lets through.
+    pub limits: LimitSpec,
 }
 
 /// The kinds with their keys.
@@ -251,6 +257,8 @@ impl FromStr for Spec {
 impl Spec {
     /// Checks kinds, keys and values.
     pub fn from_entries(entries: Entries) -> Result<Self, SpecError> {
+        let (words, mut entries) = (entries.clone(), entries);
+        let limits = LimitSpec::take(&mut entries)?;
         let keys = Keys(entries);
         let Some((_, take)) = ALL.iter().find(|(name, _)| *name == keys.0.kind) else {
             let Entries { name, kind, .. } = keys.0;
@@ -265,8 +273,8 @@ impl Spec {
         let is_file = kind.below_layers().file.is_some();
         layers.check(&keys, kind.size(), kind.is_read_only(), is_file)?;
         let keep = keys.take("keep", parse_bool)?.unwrap_or(false);
-        let (name, words) = (keys.0.name.clone(), keys.0.clone());
-        let spec = Self { name, words, publish, tls_clients, on_lost, keep, kind, layers };
+        let name = keys.0.name.clone();
+        let spec = Self { name, words, publish, tls_clients, on_lost, keep, kind, layers, limits };
         if on_lost.is_some() && !spec.is_lost() && spec.kind.below().is_none() {
             return Err(keys.refuse("on_lost", "it holds nothing that is lost with the server"));
         }
@@ -291,8 +299,8 @@ impl Spec {
 
     /// Whether the same was asked for.
     pub fn is_same(&self, other: &Self) -> bool {
-        (&self.kind, &self.layers, &self.tls_clients, self.on_lost, self.keep)
-            == (&other.kind, &other.layers, &other.tls_clients, other.on_lost, other.keep)
+        (&self.kind, &self.layers, &self.tls_clients, self.on_lost, self.keep, self.limits)
+            == (&other.kind, &other.layers, &other.tls_clients, other.on_lost, other.keep, other.limits)
     }
 
     /// What it holds itself is in memory, and ends with the server.
@@ -471,6 +479,10 @@ pub struct Entry {
     pub failures: Arc<Failures>,
     /// Counts what is asked of that, on all ways.
     counting: Option<Arc<Counting>>,
+    /// What it lets through now. Locked for a look or a change.
+    limits: Mutex<LimitSpec>,
+    /// Who is connected to it, on whatever way.
+    pub clients: Arc<Places>,
     /// What was asked of its forks, of those that have gone as well.
     forks: Sum<Sum<Tally>>,
     /// What has to be there as long as this is.
@@ -511,6 +523,8 @@ impl Entry {
             device,
             failures: Arc::default(),
             counting,
+            limits: Mutex::default(),
+            clients: Arc::default(),
             forks: Sum::default(),
             needs,
             backing: None,
@@ -534,11 +548,6 @@ impl Entry {
     /// What it keeps in memory: a RAM disk or fork itself, the copies of a file's snapshot.
     pub fn in_memory(&self) -> Option<&Ram> {
         self.kind.ram().map(|ram| &**ram).or_else(|| self.kind.copies())
-    }
-
-    /// Its writes do not wait for room until what is returned is dropped.
-    pub fn no_waiting(&self) -> Option<NoWaiting> {
-        self.in_memory().map(Ram::no_waiting)
     }
 
     /// Its size in bytes; of a template that of its forks.
@@ -585,10 +594,5 @@ impl Entry {
     /// What has to be there as long as this is.
     pub fn needs(&self) -> &[Arc<Entry>] {
         &self.needs
-    }
-
-    /// Whether forks can be made of it, each with a family that is not its own.
-    pub fn is_outer_base(&self) -> bool {
-        self.kind.is_outer_base(self.is_read_only())
     }
 }

@@ -16,6 +16,7 @@ use super::{Asked, Built, Entry, KindSpec, Made, Spec, Takes, finished};
 use crate::entries::Entries;
 use crate::family;
 use crate::layers::LayerSpec;
+use crate::limits::LimitSpec;
 use crate::refusal::Refusal;
 use crate::tls::TlsClients;
 
@@ -90,6 +91,7 @@ pub fn restored(
         keep: false,
         kind: kind_spec,
         layers,
+        limits: LimitSpec::default(),
     };
     let device = Some(shown(Arc::clone(&ram), readonly));
     let kind: Box<dyn Made> = match kind {

@@ -12,6 +12,11 @@ use crate::family;
 use crate::refusal::{Errno, Refusal};
 
 impl Entry {
+    /// Whether forks can be made of it, each with a family that is not its own.
+    pub fn is_outer_base(&self) -> bool {
+        self.kind.is_outer_base(self.is_read_only())
+    }
+
     /// Whether the limit, and what is done there, is set through it though it is no RAM disk.
     pub fn has_family(&self) -> bool {
         self.is_outer_base() || self.kind.copies().is_some()

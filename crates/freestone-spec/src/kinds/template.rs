@@ -13,6 +13,7 @@ use crate::entries::{Entries, SpecError};
 use crate::full;
 use crate::keys::{Keys, joined};
 use crate::layers::{FAULT_KEYS, LayerSpec, NUMBER};
+use crate::limits::LimitSpec;
 use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 
@@ -136,6 +137,8 @@ impl Made for Template {
                 keep: false,
                 kind: KindSpec::Fork(spec.clone()),
                 layers,
+                // The connections are counted by the template.
+                limits: LimitSpec { max_clients: 0, ..template.limits() },
             };
             let built = Built::alone(Fork(Arc::clone(&fork)), Arc::clone(&fork) as _);
             let made = finished(spec, Built { needs: vec![Arc::clone(base)], ..built });

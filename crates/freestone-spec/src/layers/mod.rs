@@ -463,6 +463,7 @@ pub fn io(counts: &Counted) -> Value {
         "flushes": counts.flushes,
         "errors": counts.errors,
         "in_flight": counts.in_flight,
+        "limited": counts.limited,
     })
 }
 

@@ -1,3 +1,4 @@
+use std::collections::BTreeMap;
 use std::fs;
 use std::thread;
 
@@ -215,6 +216,7 @@ fn a_directory_of_version_1_is_read_and_written_anew() {
         read_only: false,
         allow: Vec::new(),
         declared: false,
+        limits: BTreeMap::new(),
     };
     let device =
         |name: &str, words: &str, uuid: u8| Device { uuid: format!("{uuid:032x}"), ..device(name, words) };

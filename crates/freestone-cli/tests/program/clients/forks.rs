@@ -181,7 +181,7 @@ fn what_is_no_base_is_told() {
     for (args, sentence) in [
         (&["fork", "golden", "f", "size=20"][..], format!("f: size=20: give a unit; 20M? {unit}")),
         (&["fork", "golden", "f", "siez=20G"], "f: unknown key \"siez\"; size?; the keys of a fork device are base, size, mem_limit, mem_min, full, faults, seed, \
-             power_cut, power_cut_unit, record, publish, tls_clients, on_lost, keep".into()),
+             power_cut, power_cut_unit, record, publish, tls_clients, on_lost, keep; those of every device are iops, bps, iops_burst, bps_burst, max_clients".into()),
         (&["fork", "golden", "f", "size"], "f: fork: size: a value is missing; write size=VALUE".into()),
         (&["fork", "golden", "f", "size=1G", "size=2G"], "f: fork: size: given twice".into()),
         (&["fork", "golden", "f", "--count", "0"], "f: fork: count=0: must be a number from 1 to 65536".into()),

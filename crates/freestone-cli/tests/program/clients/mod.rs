@@ -13,6 +13,7 @@ mod full;
 mod info;
 mod keeping;
 mod lengths;
+mod limited;
 mod limits;
 mod locks;
 mod merging;

@@ -254,3 +254,28 @@ fn a_hundred_machines_share_the_memory_for_requests() {
     let mut client = Raw::connect(&serve, "r");
     assert_eq!(client.write(0, 0, &[1; 4096]), 0);
 }
+
+#[test]
+fn a_machine_waits_for_its_turn_and_takes_a_place() {
+    let serve = Serve::start(&["r=ram,disksize=16M,max_clients=1"]);
+    let mut machine = publish(&serve, "r");
+    serve.text(&["publish", "r", "--vhost-user", "unix:r.sock", "--iops", "20", "--iops-burst", "1"]);
+    let begun = Instant::now();
+    for n in 0..11 {
+        assert_eq!(machine.write(n * 4096, 7), 0);
+    }
+    assert!(begun.elapsed() >= Duration::from_millis(500), "{:?}", begun.elapsed());
+    serve.text(&["set", "r", "iops=10", "iops_burst=1"]);
+    let begun = Instant::now();
+    for n in 0..6 {
+        assert_eq!(machine.read(n * 4096), 7);
+    }
+    assert!(begun.elapsed() >= Duration::from_millis(500), "{:?}", begun.elapsed());
+    // It has the device's only place.
+    let path = serve.path("nbd");
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::spawn(move || tell.send(Raw::connect_at(&path, "r").read(0, 4096).unwrap()[0]));
+    assert!(told.recv_timeout(SILENCE).is_err(), "the client got in");
+    drop(machine);
+    assert_eq!(told.recv_timeout(PATIENCE), Ok(7));
+}

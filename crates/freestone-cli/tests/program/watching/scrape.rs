@@ -180,3 +180,24 @@ fn addresses_that_cannot_be_meant_are_refused() {
     assert!(why.starts_with(&format!("--metrics: {at}: ")) && why.contains("in use"), "{why}");
     assert!(!dir.path().join("n").exists() && !dir.path().join("c").exists());
 }
+
+#[test]
+fn what_waits_for_its_turn_is_counted() {
+    let watched = Watched::start(&["r=ram,disksize=16M,iops=1000,iops_burst=1", "free=ram,disksize=16M"]);
+    for name in ["r", "free"] {
+        let mut client = Raw::connect(&watched.serve, name);
+        for n in 0..20 {
+            client.send_write(n * 4096, &[1; 4096]);
+        }
+        for _ in 0..20 {
+            assert_eq!(client.reply().unwrap().1, 0);
+        }
+    }
+    let told = watched.scrape();
+    let limited = |device: &str| {
+        let labels = [("device", device), ("kind", "ram")];
+        told.value("freestone_device_limited_total", &labels).unwrap() as u64
+    };
+    assert!((1..=19).contains(&limited("r")), "{}", limited("r"));
+    assert_eq!(limited("free"), 0);
+}

@@ -102,7 +102,9 @@ impl Stack {
         let mut begun = [Begun { pending: Which::Cow(pending), origin: Arc::clone(&self.origin) }];
         take(&mut begun).map_err(|(_, why)| why.of(old.name()))?;
         let [begun] = begun;
-        finished(old.spec.clone(), begun.finish())
+        let mut new = finished(old.spec.clone(), begun.finish())?;
+        new.take_limits_of(old)?;
+        Ok(new)
     }
 }
 

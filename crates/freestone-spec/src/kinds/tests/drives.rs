@@ -175,7 +175,8 @@ fn refusals_of_test_drives() {
         (
             "f=fork,base=b,zoned=1",
             "f: unknown key \"zoned\"; the keys of a fork device are base, size, mem_limit, mem_min, full, faults, seed, \
-             power_cut, power_cut_unit, record, publish, tls_clients, on_lost, keep",
+             power_cut, power_cut_unit, record, publish, tls_clients, on_lost, keep; \
+             those of every device are iops, bps, iops_burst, bps_burst, max_clients",
         ),
     ] {
         assert_eq!(text.parse::<Spec>().unwrap_err().to_string(), sentence, "{text}");

@@ -104,11 +104,11 @@ fn refusals_of_forks_and_snapshots() {
         ("f=fork", "f: base is missing; a fork device needs it, for example base=golden".to_owned()),
         ("f=fork,base=", "f: base=: must be the name of a device".into()),
         ("f=fork,base=./x.img", "f: base=./x.img: must be the name of a device".into()),
-        ("f=fork,bsae=x", "f: unknown key \"bsae\"; base?; the keys of a fork device are base, size, mem_limit, mem_min, full, faults, seed, power_cut, power_cut_unit, record, publish, tls_clients, on_lost, keep".into()),
+        ("f=fork,bsae=x", "f: unknown key \"bsae\"; base?; the keys of a fork device are base, size, mem_limit, mem_min, full, faults, seed, power_cut, power_cut_unit, record, publish, tls_clients, on_lost, keep; those of every device are iops, bps, iops_burst, bps_burst, max_clients".into()),
         ("f=fork,base=x,size=1", format!("f: size=1: give a unit; 1M? {unit}")),
         ("f=fork,base=x,size=0", "f: size=0: must be more than 0".into()),
         ("f=fork,base=x,mem_limit=1M,mem_min=2M", "f: mem_min=2M: above mem_limit=1M".into()),
-        ("f=fork,base=x,ttl=1", "f: unknown key \"ttl\"; the keys of a fork device are base, size, mem_limit, mem_min, full, faults, seed, power_cut, power_cut_unit, record, publish, tls_clients, on_lost, keep".into()),
+        ("f=fork,base=x,ttl=1", "f: unknown key \"ttl\"; the keys of a fork device are base, size, mem_limit, mem_min, full, faults, seed, power_cut, power_cut_unit, record, publish, tls_clients, on_lost, keep; those of every device are iops, bps, iops_burst, bps_burst, max_clients".into()),
         ("t=template,base=x,ttl=forever", "t: ttl=forever: must be none, or the seconds a connection may last, 1 to 31622400".into()),
         ("s=snapshot", "s: origin is missing; a snapshot device needs it, for example origin=ram0".into()),
         ("s=snapshot,origin=r,store=PO", "s: store=PO: only with cow=PATH or cow=DEVICE".into()),
@@ -148,7 +148,8 @@ fn refusals_name_device_key_and_what_is_allowed() {
                auto_recompress, backing_dev, backing_size, compressed_writeback, writeback_limit, \
                writeback_limit_enable, writeback_batch_size, full, full_timeout, full_warn, zoned, zone_size, \
                zone_capacity, zone_nr_conv, zone_max_open, zone_max_active, zone_append_max_sectors, zone_full, zone_readonly, zone_offline, \
-               zone_state, faults, seed, power_cut, power_cut_unit, record, publish, tls_clients";
+               zone_state, faults, seed, power_cut, power_cut_unit, record, publish, tls_clients; \
+               those of every device are iops, bps, iops_burst, bps_burst, max_clients";
     let unit = "(K, M, G and T are known, 1024-based)";
     for (text, sentence) in [
         ("ram0", format!("\"ram0\": {form}")),
