@@ -1,4 +1,14 @@
-//! Whether memory is all zeroes.
+//! Memory that is all zeroes: some to write from, and whether other is.
+
+/// Bytes of [`ZEROES`].
+pub const ZEROES_BYTES: usize = 64 << 10;
+
+/// Bytes aligned for direct I/O.
+#[repr(align(4096))]
+pub struct Zeroes(pub [u8; ZEROES_BYTES]);
+
+/// Zeroes to write from. They lie in the program's file, so it has them once.
+pub static ZEROES: Zeroes = Zeroes([0; ZEROES_BYTES]);
 
 /// Whether all bytes are 0. What is not mostly ends with something else than zeroes, or begins so,
 /// and is then told from a look at both ends.

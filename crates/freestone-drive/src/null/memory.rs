@@ -12,6 +12,7 @@ use freestone_core::device::{
 };
 use freestone_core::pin::{self, Swap};
 use freestone_core::slot::MAX_SLOTS;
+use freestone_core::zeroes::{ZEROES, ZEROES_BYTES};
 
 /// Largest device in bytes: 256 TiB. Of that, 1 TiB can be written, counted in regions of 2 MiB
 /// that hold anything.
@@ -20,8 +21,8 @@ pub const MEMORY_BYTES_MAX: u64 = MAX_SLOTS * PAGE;
 /// Bytes that one try copies, to keep its work bounded: some 200 us, or a millisecond where the
 /// memory is new.
 const TRY_BYTES_MAX: u64 = 1 << 20;
-/// Zeroes that take memory are written like data.
-static ZEROES: [u8; 256 << 10] = [0; 256 << 10];
+/// The same for zeroes that take memory, which are written like data.
+const ZEROES_TRY_BYTES_MAX: u64 = 256 << 10;
 /// Regions of 2 MiB that one try discards, and gives back to the system where that is due: up to
 /// two milliseconds.
 const TRY_LEAVES: u32 = 4;
@@ -107,9 +108,14 @@ impl Device for Memory {
             (Op::Discard, _) => cleared(),
             (Op::WriteZeroes, _) if flags.contains(Flags::MAY_FREE) => cleared(),
             (Op::WriteZeroes, _) => {
-                let zeroes = &ZEROES[..len.min(ZEROES.len() as u64) as usize];
-                pin::pinned(|pin| self.pages.load(pin).write(offset, zeroes))?;
-                zeroes.len() as u64
+                let all = len.min(ZEROES_TRY_BYTES_MAX) as usize;
+                pin::pinned(|pin| {
+                    let pages = self.pages.load(pin);
+                    (0..all).step_by(ZEROES_BYTES).try_for_each(|at| {
+                        pages.write(offset + at as u64, &ZEROES.0[..ZEROES_BYTES.min(all - at)])
+                    })
+                })?;
+                all as u64
             }
             (Op::Flush, _) => 0,
         };

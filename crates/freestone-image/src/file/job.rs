@@ -7,20 +7,14 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use freestone_core::device::{Completion, Error, Flags, IoBuf, Op, Request, Result};
+use freestone_core::zeroes::ZEROES_BYTES;
 
 use super::backing::{Backing, error};
 
 /// Most bytes of one read or write: the kernel's own limit is a little below 2 GiB.
 const MAX_IO_BYTES: u64 = 1 << 30;
-/// Piece in which zeroes are written where `fallocate` cannot.
-pub(super) const ZERO_PIECE_BYTES: usize = 64 << 10;
 /// Interrupted or refused so often in a row, a system call counts as failed.
 const MAX_RETRIES: u32 = 1000;
-
-/// Aligned for `O_DIRECT`.
-#[repr(align(4096))]
-pub(super) struct Zeroes(pub [u8; ZERO_PIECE_BYTES]);
-pub(super) static ZEROES: Zeroes = Zeroes([0; ZERO_PIECE_BYTES]);
 
 /// A system call that a job asks for. `at` is the byte in the file, `from` the byte in the job's
 /// buffer.
@@ -221,7 +215,7 @@ impl Job {
                     Io::Write { at, from, len, dsync: self.is_dsync() }
                 }
             }
-            Phase::ZeroPieces => Io::Zeroes { at, len: left.min(ZERO_PIECE_BYTES as u64) as usize },
+            Phase::ZeroPieces => Io::Zeroes { at, len: left.min(ZEROES_BYTES as u64) as usize },
             Phase::Punch => {
                 Io::Allocate { mode: FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, at, len }
             }

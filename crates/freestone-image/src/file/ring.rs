@@ -30,9 +30,10 @@ use freestone_core::sync::{
     Mutex, MutexGuard,
     thread::{self, JoinHandle},
 };
+use freestone_core::zeroes::ZEROES;
 
 use super::backing::Backing;
-use super::job::{Io, Job, Step, ZEROES};
+use super::job::{Io, Job, Step};
 use super::schedule::Schedule;
 
 /// Jobs in the kernel's hands at once; the others wait in the schedule.

@@ -7,12 +7,13 @@ use std::sync::{Arc, PoisonError};
 use rustix::io::{Errno, ReadWriteFlags};
 
 use super::backing::Backing;
-use super::job::{Io, Job, Step, ZEROES};
+use super::job::{Io, Job, Step};
 use super::schedule::Schedule;
 use freestone_core::sync::{
     Condvar, Mutex, MutexGuard,
     thread::{self, JoinHandle},
 };
+use freestone_core::zeroes::ZEROES;
 
 /// System calls under way at once.
 const THREADS: usize = 4;

@@ -8,6 +8,8 @@ use std::os::unix::fs::FileExt as _;
 
 use zerocopy::IntoBytes as _;
 
+use freestone_core::zeroes::{ZEROES, ZEROES_BYTES};
+
 use crate::qcow2::chain::Format;
 use crate::qcow2::header::{EXTENSION_BACKING_FORMAT, MAGIC, MAX_L1_BYTES, RawHeader, V3_BYTES};
 use crate::qcow2::table::{COPIED, ZERO};
@@ -29,7 +31,8 @@ pub(super) const MAX_SIZE_BYTES: u64 = MAX_L1_BYTES / 8 * L2_ENTRIES * CLUSTER_B
 /// Memory for what is written next.
 const BUFFER_BYTES: usize = 1 << 20;
 
-static ZEROES: [u8; CLUSTER_BYTES as usize] = [0; CLUSTER_BYTES as usize];
+const _: () =
+    assert!(CLUSTER_BYTES as usize == ZEROES_BYTES, "a cluster is written from the zeroes that are there");
 
 pub(super) struct Writer<'a> {
     file: &'a File,
@@ -48,7 +51,7 @@ impl<'a> Writer<'a> {
     pub fn new(file: &'a File, size: u64) -> io::Result<Self> {
         let mut out = BufWriter::with_capacity(BUFFER_BYTES, file);
         // Keeps the place of the header; a file without its magic number is no image.
-        out.write_all(&ZEROES)?;
+        out.write_all(&ZEROES.0)?;
         let l1 = vec![0; size.div_ceil(L2_ENTRIES * CLUSTER_BYTES) as usize];
         Ok(Self { file, out, clusters: 1, size, l1, l2: vec![0; L2_ENTRIES as usize], table: None })
     }
@@ -88,7 +91,7 @@ impl<'a> Writer<'a> {
         let at = self.clusters * CLUSTER_BYTES;
         self.out.write_all(bytes)?;
         let padded = (bytes.len() as u64).next_multiple_of(CLUSTER_BYTES);
-        self.out.write_all(&ZEROES[..padded as usize - bytes.len()])?;
+        self.out.write_all(&ZEROES.0[..padded as usize - bytes.len()])?;
         self.clusters += padded / CLUSTER_BYTES;
         Ok(at)
     }
