@@ -2,7 +2,7 @@
 # run-systemd.sh - packaging/systemd and packaging/udev on a host of Debian 13 with its systemd and udev, in QEMU, on a stock kernel: a
 # file system on a block device of Freestone's is made once, mounted at each boot under its name, and unmounted before the server ends,
 # also at a reboot; /tmp is on a compressed RAM disk; the kernel's NBD client has a mount, too; a socket starts a server
-# for each client (see systemd.sh). FREESTONE names the program; without it, it is built.
+# for each client; a server is its own user's, with nothing of root's (see systemd.sh). FREESTONE names the program; without it, it is built.
 set -eu
 cd "$(dirname "$0")/.."
 LAB=${LAB:-${XDG_CACHE_HOME:-$HOME/.cache}/kernel-lab}
@@ -79,6 +79,12 @@ kind = "file"
 path = "/var/lib/freestone/scratch.img"
 size = "32M"
 END
+# The user, as the package makes it, and what its server has.
+echo 'freestone:x:999:999:Freestone:/nonexistent:/usr/sbin/nologin' >>"$root/etc/passwd"
+echo 'freestone:x:999:' >>"$root/etc/group"
+{ cat packaging/etc/freestone-server.toml
+  printf '\nstate = "/var/lib/freestone-server/state"\n\n[[device]]\nname = "vm"\nkind = "file"\npath = "/var/lib/freestone-server/vm.img"\nsize = "16M"\n'
+} >"$root/etc/freestone-server.toml"
 mkdir -p "$root"/srv/{data,build,scratch} "$root"/etc/{freestone-mkfs,freestone-nbd} "$root/etc/systemd/system/freestone-tmp.service.d"
 # As docs/recipes.md has it, but smaller.
 printf '[Service]\nExecStart=\nExecStart=/usr/bin/freestone serve --ublk --nbd unix:/run/freestone-tmp/nbd.sock tmp=ram,disksize=256M,mem_limit=64M\n' \
@@ -91,7 +97,7 @@ echo "/dev/freestone/data /srv/data ext4 _netdev,x-systemd.requires=freestone.se
 
 install -m 755 lab/systemd.sh "$root/usr/bin/lab"
 printf '[Service]\nExecStart=/usr/bin/lab\nStandardOutput=file:/dev/ttyS1\nStandardError=inherit\n' >"$root/usr/lib/systemd/system/lab.service"
-for unit in freestone.service lab.service remote-fs.target; do
+for unit in freestone.service freestone-server.service lab.service remote-fs.target; do
   ln -s "/usr/lib/systemd/system/$unit" "$root/etc/systemd/system/multi-user.target.wants/$unit"; done
 mkdir -p "$root"/etc/systemd/system/{local-fs,remote-fs,sockets}.target.wants
 ln -s ../tmp.mount "$root/etc/systemd/system/local-fs.target.wants/tmp.mount"

@@ -23,6 +23,19 @@ is "/tmp" "$(readlink -f /dev/freestone/tmp) ext4 1777" "$(findmnt -n -o SOURCE,
 is "what was in /tmp" "" "$(find /tmp -name 'lab.*')"
 is "/srv/build" "$(readlink -f /dev/freestone/build)" "$(findmnt -n -o SOURCE /srv/build)"
 is "/srv/scratch" /dev/nbd0 "$(findmnt -n -o SOURCE /srv/scratch)"
+# The server of user freestone: its rights, its socket, and what the kernel's NBD client reads through it.
+served=/run/freestone-server
+own_server() {
+  is "freestone-server" active "$(systemctl is-active freestone-server.service || true)"
+  status=/proc/$(systemctl show -P MainPID freestone-server.service)/status
+  is "the user of freestone-server" freestone "$(id -un "$(sed -n 's/^Uid:[[:space:]]*\([0-9]*\).*/\1/p' "$status")")"
+  is "its capabilities" 0000000000000000 "$(sed -n 's/^CapEff:[[:space:]]*//p' "$status")"
+  is "its directories" "freestone 750 freestone 700 freestone 700" \
+    "$(stat -c '%U %a' $served /var/lib/freestone-server /var/cache/freestone-server | tr '\n' ' ' | sed 's/ $//')"
+  is "its socket" "freestone freestone 660" "$(stat -c '%U %G %a' $served/nbd.sock)"
+  modprobe nbd
+  nbd-client -unix $served/nbd.sock -name vm /dev/nbd2 >/dev/null || wrong "freestone-server serves no client"
+}
 tmp_stat() { freestone stat tmp --control /run/freestone-tmp/control.sock --json | sed -n "s/^ *\"$1\": \([0-9]*\).*/\1/p" | head -n 1; }
 
 if [ ! -e /srv/data/boot ]; then
@@ -49,7 +62,20 @@ if [ ! -e /srv/data/boot ]; then
   is "after the reload, the mount" active "$(systemctl is-active srv-data.mount)"
   is "after the reload, data" "$disk" "$(readlink -f /dev/freestone/data)"
   echo "ok   a reload brings in what the file says, and leaves what is there"
-  modprobe nbd
+  own_server
+  dd if=/usr/bin/bash of=/dev/nbd2 bs=64k count=8 oflag=direct conv=fsync 2>/dev/null || wrong "freestone-server takes no write"
+  nbd-client -d /dev/nbd2 >/dev/null
+  printf '\n[[device]]\nname = "more"\nkind = "ram"\ndisksize = "1M"\n' >>/etc/freestone-server.toml
+  systemctl reload freestone-server.service || wrong "the reload of freestone-server fails"
+  has_more() { freestone list --control $served/control.sock | grep -q '^more '; }
+  soon 60 has_more || wrong "freestone-server does not have what its file says after the reload"
+  systemctl restart freestone-server.service || wrong "freestone-server does not start again"
+  has_more || wrong "freestone-server does not have what its file says after a restart"
+  systemctl stop freestone-server.service
+  is "the end of freestone-server" success "$(systemctl show -P Result freestone-server.service)"
+  absent $served || wrong "$served stays"
+  systemctl start freestone-server.service || wrong "freestone-server does not start"
+  echo "ok   freestone-server serves as user freestone without a capability, is reloaded, restarted and stopped"
   for client in 1 2; do
     nbd-client -unix /run/freestone.sock -name own /dev/nbd1 >/dev/null || wrong "the socket serves no client"
     is "a new disk for each client" 0 "$(dd if=/dev/nbd1 bs=1M count=1 iflag=direct 2>/dev/null | tr -d '\0' | wc -c)"
@@ -81,6 +107,10 @@ if [ ! -e /srv/data/boot ]; then
 fi
 is "a RAM disk's content, kept" 1 "$(freestone stat build --json | grep -c '"generation": 1,')"
 is "what was written before the reboot" "first built kept again" "$(cat /srv/data/boot /srv/build/made /srv/scratch/{kept,again} | tr '\n' ' ' | sed 's/ $//')"
+own_server
+is "what was written to freestone-server before the reboot" "$(head -c 512K /usr/bin/bash | sha256sum)" "$(head -c 512K /dev/nbd2 | sha256sum)"
+nbd-client -d /dev/nbd2 >/dev/null
+echo "ok   freestone-server has after the reboot what was written before"
 unmounted=$(line "Unmounted srv-data.mount"); stopping=$(line "Stopping freestone.service"); ended=$(line "freestone.service: Deactivated successfully")
 [ -n "$unmounted" ] && [ -n "$stopping" ] && [ -n "$ended" ] && [ "$unmounted" -lt "$stopping" ] && [ "$stopping" -lt "$ended" ] ||
   wrong "the reboot's order: unmounted $unmounted, stopping $stopping, ended $ended"
@@ -94,7 +124,7 @@ echo "ok   /tmp was unmounted, then its server ended; it is new after the reboot
 dmesg | grep -q "EXT4-fs (${disk#/dev/}): recovery complete" && wrong "it was not unmounted cleanly"
 echo "ok   a RAM disk that is kept has its content after a stop and after a reboot"
 echo "ok   a reboot unmounts, ends the server, and the next boot mounts what was written"
-for unit in freestone.service freestone-tmp.service freestone-mkfs@build.service freestone-nbd@scratch.service freestone@x.service; do
+for unit in freestone.service freestone-server.service freestone-tmp.service freestone-mkfs@build.service freestone-nbd@scratch.service freestone@x.service; do
   echo "     $(systemd-analyze security --no-pager $unit | tail -n 1)"
 done
 echo LAB-EXIT:0
