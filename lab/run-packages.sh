@@ -1,24 +1,30 @@
 #!/bin/bash
-# run-packages.sh [PART...] - the Debian packages, as cargo xtask package makes them, which it does if they are not there yet:
+# run-packages.sh [PART...] - the Debian packages, as cargo xtask package makes them, which it does first:
 #   lintian    has no error and no warning for them
 #   root       in a clean root (minbase): installed, a server as its own user, a client, installed anew under the server, removed,
 #              purged; nothing is left
-# All parts if none is said. DEBS names a directory with the packages. Root's.
+#   container  the image of packaging/Containerfile on a base of the clean root's packages: its server, not root's and without a
+#              capability, by TLS; its state over a restart; the end; nothing is left
+# All parts if none is said. DEBS names a directory with the packages, and then none is made. Root's.
 set -eu
 cd "$(dirname "$0")/.."
 [ "$(id -u)" = 0 ] || { echo "run-packages: a clean root is root's to make: run this as root" >&2; exit 1; }
 debs=${DEBS:-${CARGO_TARGET_DIR:-target}/package}
+[ $# -gt 0 ] || set -- lintian root container
 [ -n "${DEBS:-}" ] || cargo xtask package
 dir=$(mktemp -d); server=
-end() { [ -z "$server" ] || kill "$server" 2>/dev/null || true; rm -rf --one-file-system "$dir"; }
+end() {
+  [ -z "$server" ] || kill "$server" 2>/dev/null || true
+  [ ! -e "$dir/store" ] || pod rm --force --all --volumes >/dev/null 2>&1 || true
+  rm -rf --one-file-system "$dir"; }
 trap end EXIT
 trap 'exit 1' HUP INT TERM
 wrong() { echo "run-packages: $*" >&2; exit 1; }
 ok() { echo "ok   $*"; }
 one() { set -- "$debs"/$1; [ $# = 1 ] && [ -e "$1" ] || wrong "there is not one package here: $*"; echo "$1"; }
 
-# Debian's release of this machine, from where it has its own packages.
-clean_root() {
+# A clean root of Debian's release of this machine, from where that has its own packages: as a directory or a tar.
+clean_root() { # FORMAT TARGET
   . /etc/os-release
   signed=; keys=/usr/share/keyrings/debian-archive-keyring.gpg; [ ! -e $keys ] || signed="[signed-by=$keys]"
   # shellcheck disable=SC2016 # apt's variables, not ours.
@@ -26,7 +32,7 @@ clean_root() {
     case $release in "$VERSION_CODENAME" | "$VERSION_CODENAME"-security) echo "deb $signed $uri $release main" ;; esac
   done >"$dir/sources.list"
   [ -s "$dir/sources.list" ] || wrong "this machine's sources name no archive of $VERSION_CODENAME"
-  mmdebstrap --quiet --mode=root --variant=minbase --format=directory "$VERSION_CODENAME" "$1" "$dir/sources.list" \
+  mmdebstrap --quiet --mode=root --variant=minbase --format="$1" "$VERSION_CODENAME" "$2" "$dir/sources.list" \
     >"$dir/log" 2>&1 </dev/null || { tail -n 20 "$dir/log" >&2; wrong "mmdebstrap failed"; }
 }
 
@@ -59,7 +65,7 @@ lintian_says_nothing() {
 
 installed_and_gone() {
   deb=$(one "freestone_*_amd64.deb") root=$dir/root
-  clean_root "$root"
+  clean_root directory "$root"
   listed "$root" >"$dir/before"
   cp "$deb" "$root/tmp/freestone.deb"
   inside "$root" apt-get install -qq -y --no-install-recommends /tmp/freestone.deb >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "apt-get failed"; }
@@ -101,10 +107,77 @@ installed_and_gone() {
   ok "removed and purged: of $(wc -l <"$dir/before") files and directories each is as before, and none is new"
 }
 
-[ $# -gt 0 ] || set -- lintian root
+# An authority, and a certificate of a server of this machine, as docs/nbd.md makes them: $1/{ca,server}-{cert,key}.pem.
+certificates() {
+  mkdir -p "$1"
+  new="openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
+  { $new -days 2 -subj /CN=authority -keyout "$1/ca-key.pem" -out "$1/ca-cert.pem" &&
+    $new -days 1 -CA "$1/ca-cert.pem" -CAkey "$1/ca-key.pem" -subj /CN=disks -addext subjectAltName=DNS:localhost,IP:127.0.0.1 \
+      -addext basicConstraints=critical,CA:FALSE -addext extendedKeyUsage=serverAuth -keyout "$1/server-key.pem" -out "$1/server-cert.pem"
+  } 2>"$dir/log" || { cat "$dir/log" >&2; wrong "openssl makes no certificates"; }
+}
+
+# What is written to an export is read back, the same.
+keeps() { # URI FILE
+  timeout 120 nbdcopy "$2" "$1" || wrong "no write to $1"
+  rm -f "$dir/back"; timeout 120 nbdcopy "$1" "$dir/back" || wrong "no read of $1"
+  cmp -n "$(stat -c %s "$2")" "$2" "$dir/back" || wrong "$1 does not keep what is written"
+}
+
+# A process ends within seconds.
+ended() { # PID SECONDS
+  for _ in $(seq $(($2 * 10))); do [ -d "/proc/$1" ] || return 0; sleep 0.1; done
+  wrong "process $1 is still there after $2 s"; }
+
+# Text that packs, and bytes that do not.
+some_data() { { seq 200000; head -c 2M /dev/urandom; } >"$dir/data"; truncate -s %4096 "$dir/data"; }
+
+# Without a systemd podman warns that nobody looks after the health; its errors are printed all the same.
+pod() { podman --log-level fatal --root "$dir/store" --runroot "$dir/run" --storage-driver vfs --cgroup-manager cgroupfs --runtime runc "$@"; }
+
+runs_in_a_container() {
+  one "freestone_*_amd64.deb" >/dev/null
+  mkdir "$dir/store" "$dir/etc"
+  clean_root tar "$dir/base.tar"
+  said=$dir/log
+  pod import "$dir/base.tar" localhost/base >"$said" 2>&1 || { cat "$said" >&2; wrong "podman takes no base"; }
+  rm "$dir/base.tar"
+  pod build --isolation chroot --network host --format docker --build-arg BASE=localhost/base --tag localhost/freestone \
+    --file packaging/Containerfile "$debs" >"$said" 2>&1 || { tail -n 30 "$said" >&2; wrong "the image is not built"; }
+  certificates "$dir/etc"; some_data
+  printf 'nbd = "tcp:0.0.0.0:0"\nstate = "/var/lib/freestone/state"\ntls = "require"\ntls_cert = "/etc/tls/server-cert.pem"\n' >"$dir/server.toml"
+  printf 'tls_key = "/etc/tls/server-key.pem"\n\n[[device]]\nname = "ram0"\nkind = "ram"\ndisksize = "64M"\n' >>"$dir/server.toml"
+  chmod 755 "$dir"; chmod 644 "$dir/server.toml"; chown -R 10809:10809 "$dir/etc"
+  # As little as a server may have. The limits are those that a machine that is a container itself can give.
+  pod run --detach --name disks --network host --read-only --cap-drop all --security-opt no-new-privileges \
+    --ulimit nofile=4096:4096 --ulimit nproc=4096:4096 --volume "$dir/server.toml:/etc/freestone-server.toml:ro" --volume "$dir/etc:/etc/tls:ro" \
+    localhost/freestone >"$said" 2>&1 || { cat "$said" >&2; wrong "the container does not start"; }
+  pod exec disks freestone wait --timeout 30s || { pod logs disks >&2; wrong "the server does not get ready"; }
+  pid=$(pod inspect --format '{{.State.Pid}}' disks)
+  grep -q '^Uid:[[:space:]]*10809[[:space:]]' "/proc/$pid/status" && grep -q '^CapEff:[[:space:]]*0*$' "/proc/$pid/status" ||
+    wrong "the server has rights: $(grep -e ^Uid -e ^CapEff "/proc/$pid/status" | tr '\n\t' '  ')"
+  pod healthcheck run disks >"$said" || { cat "$said" >&2; wrong "it is not healthy"; }
+  port=$(pod exec disks freestone list --json | grep -o '0.0.0.0:[0-9]*' | head -n 1)
+  keeps "nbds://localhost:${port#*:}/ram0?tls-certificates=$dir/etc" "$dir/data"
+  timeout 20 nbdinfo "nbd://localhost:${port#*:}/ram0" >"$said" 2>&1 && wrong "a client in clear is served"
+  pod exec disks freestone create more=null,size=1G >"$said" || wrong "no device is made"
+  pod stop --time 60 disks >/dev/null || wrong "no stop"
+  ended "$pid" 5
+  [ "$(pod inspect --format '{{.State.ExitCode}}' disks)" = 0 ] || { pod logs disks >&2; wrong "the server ended with $(pod inspect --format '{{.State.ExitCode}}' disks)"; }
+  pod start disks >/dev/null || wrong "no second start"
+  pod exec disks freestone wait --timeout 30s || { pod logs disks >&2; wrong "the server does not get ready again"; }
+  pod exec disks freestone list | grep -q '^more ' || wrong "the state is lost when the container is started again"
+  pid=$(pod inspect --format '{{.State.Pid}}' disks)
+  pod stop --time 60 disks >/dev/null && pod rm --volumes disks >/dev/null || wrong "the container is not removed"
+  ended "$pid" 5
+  [ -z "$(pod ps --all --quiet)$(pod volume ls --quiet)" ] || wrong "containers or volumes are left"
+  size=$(pod image inspect --format '{{.Size}}' localhost/freestone) base=$(pod image inspect --format '{{.Size}}' localhost/base)
+  ok "an image of $((size / 1000000)) MB on a base of $((base / 1000000)) MB: user 10809 without capabilities serves by TLS, is healthy, keeps its state, ends"
+}
+
 for part; do
   case $part in
-    lintian) lintian_says_nothing ;; root) installed_and_gone ;;
+    lintian) lintian_says_nothing ;; root) installed_and_gone ;; container) runs_in_a_container ;;
     *) wrong "there is no part $part" ;;
   esac
 done

@@ -68,7 +68,7 @@ pub const TOOLS: [Tool; 43] = [
 ];
 
 /// The same for the slow lane only; the second is what tells that libvirt's driver for qemu is there.
-pub const SLOW_TOOLS: [Tool; 11] = [
+pub const SLOW_TOOLS: [Tool; 13] = [
     ("libvirtd", "libvirt-daemon"),
     ("virt-qemu-run", "libvirt-daemon-driver-qemu"),
     ("virsh", "libvirt-clients"),
@@ -82,6 +82,9 @@ pub const SLOW_TOOLS: [Tool; 11] = [
     // A clean root for the package, and what Debian says of it.
     ("mmdebstrap", "mmdebstrap"),
     ("lintian", "lintian"),
+    // An image for containers.
+    ("podman", "podman"),
+    ("runc", "runc"),
 ];
 
 /// Where tools of the system lie; not every user has the last two in PATH.
