@@ -1,6 +1,7 @@
 //! The engine for where `io_uring` is forbidden: a fixed number of threads with plain system calls.
 
 use std::io::{self, IoSlice};
+use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
 
@@ -109,14 +110,28 @@ impl ThreadsShared {
                 rustix::io::pread(fd, &mut job.buffer()[from..from + len], at).map(|n| n as u64)
             }
             Io::Write { at, from, len, dsync } => {
-                let flags = if dsync { ReadWriteFlags::DSYNC } else { ReadWriteFlags::empty() };
-                let data = [IoSlice::new(&job.buffer()[from..from + len])];
-                rustix::io::pwritev2(fd, &data, at, flags).map(|n| n as u64)
+                let data = &job.buffer()[from..from + len];
+                let written =
+                    if dsync { write_through(fd, data, at) } else { rustix::io::pwrite(fd, data, at) };
+                written.map(|n| n as u64)
             }
             Io::Zeroes { at, len } => rustix::io::pwrite(fd, &ZEROES.0[..len], at).map(|n| n as u64),
             Io::Allocate { mode, at, len } => rustix::fs::fallocate(fd, mode, at, len).map(|()| 0),
             Io::Sync => rustix::fs::fdatasync(fd).map(|()| 0),
         }
+    }
+}
+
+/// Writes, and what it wrote is on the medium then.
+fn write_through(fd: &OwnedFd, data: &[u8], at: u64) -> Result<usize, Errno> {
+    match rustix::io::pwritev2(fd, &[IoSlice::new(data)], at, ReadWriteFlags::DSYNC) {
+        // Emulators of processes lack that call.
+        Err(Errno::NOSYS) => {
+            let written = rustix::io::pwrite(fd, data, at)?;
+            rustix::fs::fdatasync(fd)?;
+            Ok(written)
+        }
+        answer => answer,
     }
 }
 

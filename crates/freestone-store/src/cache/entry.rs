@@ -20,7 +20,7 @@ use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
 use rustix::fs::OFlags;
-use rustix::io::{Errno, ReadWriteFlags, preadv2};
+use rustix::io::{Errno, ReadWriteFlags, pread, preadv2};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::format::name::Name;
@@ -135,15 +135,20 @@ impl Entry {
         let there = self.pages().saturating_sub(first) * PAGE;
         let (there, behind) = out.split_at_mut(there.min(out.len()));
         behind.fill(0);
-        let flags = if wait { ReadWriteFlags::empty() } else { ReadWriteFlags::NOWAIT };
         let mut done = 0;
         while done < there.len() {
             let offset = (first * PAGE + done) as u64;
-            match preadv2(&self.file, &mut [IoSliceMut::new(&mut there[done..])], offset, flags) {
+            let rest = &mut there[done..];
+            let answer = if wait {
+                pread(&self.file, rest, offset)
+            } else {
+                preadv2(&self.file, &mut [IoSliceMut::new(rest)], offset, ReadWriteFlags::NOWAIT)
+            };
+            match answer {
                 Ok(0) => return Outcome::Damaged,
                 Ok(more) => done += more,
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN | Errno::OPNOTSUPP) if !wait => return Outcome::WouldBlock,
+                Err(Errno::AGAIN | Errno::OPNOTSUPP | Errno::NOSYS) if !wait => return Outcome::WouldBlock,
                 Err(_) => return Outcome::Damaged,
             }
         }
