@@ -3,6 +3,7 @@
 #   lintian    has no error and no warning for them
 #   root       in a clean root (minbase): installed, a server as its own user, a client, installed anew under the server, removed,
 #              purged; nothing is left
+#   arm64      the program of that package in an emulator (qemu-user): devices of several kinds, codecs, TLS, verbs, the end
 #   container  the image of packaging/Containerfile on a base of the clean root's packages: its server, not root's and without a
 #              capability, by TLS; its state over a restart; the end; nothing is left
 # All parts if none is said. DEBS names a directory with the packages, and then none is made. Root's.
@@ -10,8 +11,11 @@ set -eu
 cd "$(dirname "$0")/.."
 [ "$(id -u)" = 0 ] || { echo "run-packages: a clean root is root's to make: run this as root" >&2; exit 1; }
 debs=${DEBS:-${CARGO_TARGET_DIR:-target}/package}
-[ $# -gt 0 ] || set -- lintian root container
-[ -n "${DEBS:-}" ] || cargo xtask package
+[ $# -gt 0 ] || set -- lintian root arm64 container
+if [ -z "${DEBS:-}" ]; then
+  cargo xtask package
+  case " $* " in *\ lintian\ * | *\ arm64\ *) cargo xtask package --arch arm64 ;; esac
+fi
 dir=$(mktemp -d); server=
 end() {
   [ -z "$server" ] || kill "$server" 2>/dev/null || true
@@ -132,6 +136,41 @@ ended() { # PID SECONDS
 # Text that packs, and bytes that do not.
 some_data() { { seq 200000; head -c 2M /dev/urandom; } >"$dir/data"; truncate -s %4096 "$dir/data"; }
 
+runs_on_arm64() {
+  deb=$(one "freestone_*_arm64.deb") root=$dir/arm64 said=$dir/said
+  [ "$(dpkg-deb --field "$deb" Architecture)" = arm64 ] || wrong "the package is for $(dpkg-deb --field "$deb" Architecture)"
+  dpkg-deb --field "$deb" Description | grep -q experimental || wrong "the package is not called experimental"
+  apt-get install --simulate --no-install-recommends "$(realpath "$deb")" >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "what it depends on is not there"; }
+  dpkg-deb --extract "$deb" "$root"
+  readelf --file-header "$root/usr/bin/freestone" | grep -q 'Machine: *AArch64' || wrong "the program is not for arm64"
+  freestone() { timeout 60 qemu-aarch64-static "$root/usr/bin/freestone" "$@" --control "$dir/control.sock"; }
+  certificates "$dir/tls"; some_data; truncate -s 64M "$dir/image"
+  qemu-aarch64-static "$root/usr/bin/freestone" serve lz4=ram,disksize=64M zstd=ram,disksize=64M,comp_algorithm=zstd \
+    lzo=ram,disksize=64M,comp_algorithm=lzo image="file,path=$dir/image" golden="file,path=$dir/data,readonly=yes" job=fork,base=golden \
+    zoned=null,size=1G,zoned=1,memory_backed=1 --nbd "unix:$dir/nbd.sock" --nbd tcp:127.0.0.1:0 --control "$dir/control.sock" \
+    --tls on --tls-cert "$dir/tls/server-cert.pem" --tls-key "$dir/tls/server-key.pem" >"$said" 2>&1 &
+  server=$!
+  freestone wait --timeout 30s || { cat "$said" >&2; wrong "the server does not get ready"; }
+  version=$(freestone list --json | grep -c '"name"') # Each device, as a server in an emulator tells it.
+  [ "$version" -ge 7 ] || wrong "list tells of $version devices"
+  # Through to the disk, for which a call is not in each emulator.
+  timeout 60 qemu-io -f raw -c 'write -f -P 7 0 64k' -c 'read -P 7 0 64k' "nbd+unix:///image?socket=$dir/nbd.sock" >"$dir/log" || wrong "no write through"
+  for name in lz4 zstd lzo image; do keeps "nbd+unix:///$name?socket=$dir/nbd.sock" "$dir/data"; done
+  cmp -n "$(stat -c %s "$dir/data")" "$dir/data" "$dir/image" || wrong "the image does not have what was written"
+  timeout 60 nbdcopy "nbd+unix:///job?socket=$dir/nbd.sock" "$dir/back" && cmp "$dir/data" "$dir/back" || wrong "the fork does not read as its base"
+  port=$(freestone list --json | grep -o '127.0.0.1:[0-9]*' | head -n 1)
+  keeps "nbds://localhost:${port#*:}/lz4?tls-certificates=$dir/tls" "$dir/data"
+  freestone stat zstd >"$dir/log" || wrong "no statistics"
+  freestone push golden "file://$dir/images:golden" >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "no push"; }
+  freestone create again="image,url=file://$dir/images:golden,cache=$dir/cache" >"$dir/log" || wrong "no image"
+  freestone publish again --nbd "unix:$dir/nbd.sock" >"$dir/log" || wrong "no export"
+  timeout 60 nbdcopy "nbd+unix:///again?socket=$dir/nbd.sock" "$dir/back" && cmp "$dir/data" "$dir/back" || wrong "the image does not read as what was pushed"
+  kill -TERM "$server"; wait "$server" || wrong "the server ended with $?"
+  server=
+  [ ! -e "$dir/nbd.sock" ] && [ ! -e "$dir/control.sock" ] || wrong "sockets are left"
+  ok "arm64, in an emulator: RAM disks of three codecs, a file, a fork, an image in a store and TLS keep what clients write; ended by SIGTERM"
+}
+
 # Without a systemd podman warns that nobody looks after the health; its errors are printed all the same.
 pod() { podman --log-level fatal --root "$dir/store" --runroot "$dir/run" --storage-driver vfs --cgroup-manager cgroupfs --runtime runc "$@"; }
 
@@ -177,7 +216,7 @@ runs_in_a_container() {
 
 for part; do
   case $part in
-    lintian) lintian_says_nothing ;; root) installed_and_gone ;; container) runs_in_a_container ;;
+    lintian) lintian_says_nothing ;; root) installed_and_gone ;; arm64) runs_on_arm64 ;; container) runs_in_a_container ;;
     *) wrong "there is no part $part" ;;
   esac
 done

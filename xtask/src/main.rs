@@ -76,7 +76,11 @@ enum Command {
     /// Build the engine for fio, against the source of the fio that is installed; fetch that first
     Fio,
     /// Make the Debian package, and one of its debug symbols; see docs/install.md
-    Package,
+    Package {
+        /// What it is for; arm64 is built with Debian's cross compilers
+        #[arg(long, value_enum, default_value = "amd64")]
+        arch: package::arch::Arch,
+    },
     /// Run a benchmark, built for release; without a name, list them
     Bench {
         /// The benchmark and what it takes
@@ -120,7 +124,7 @@ fn run(cli: Cli) -> Result<bool> {
         Command::Torture { mode, seed, minutes, .. } => return torture::run(mode, seed, minutes),
         Command::Tidy => vec![Step::Tidy],
         Command::Fio => return fio::run(),
-        Command::Package => return package::run(),
+        Command::Package { arch } => return package::run(arch),
         Command::Bench { args } if args.first().is_some_and(|name| name == "docs") => {
             return docs::command(&args[1..]);
         }

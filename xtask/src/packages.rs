@@ -6,7 +6,9 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, bail};
 
-/// A program, and the package that it comes from.
+use crate::cargo::output;
+
+/// A program, or a file by its whole path, and the package that it comes from; of another architecture it is `NAME:ARCH`.
 pub type Tool = (&'static str, &'static str);
 
 /// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there
@@ -68,7 +70,7 @@ pub const TOOLS: [Tool; 43] = [
 ];
 
 /// The same for the slow lane only; the second is what tells that libvirt's driver for qemu is there.
-pub const SLOW_TOOLS: [Tool; 13] = [
+pub const SLOW_TOOLS: [Tool; 14] = [
     ("libvirtd", "libvirt-daemon"),
     ("virt-qemu-run", "libvirt-daemon-driver-qemu"),
     ("virsh", "libvirt-clients"),
@@ -82,7 +84,8 @@ pub const SLOW_TOOLS: [Tool; 13] = [
     // A clean root for the package, and what Debian says of it.
     ("mmdebstrap", "mmdebstrap"),
     ("lintian", "lintian"),
-    // An image for containers.
+    // The package of another architecture, and an image for containers.
+    ("qemu-aarch64-static", "qemu-user-static"),
     ("podman", "podman"),
     ("runc", "runc"),
 ];
@@ -113,6 +116,14 @@ pub fn ensure(tools: &[Tool]) -> Result<()> {
         bail!("not root, and sudo wants a password; run: sudo {by_hand}");
     };
     println!("installing: {}", packages.join(" "));
+    for arch in foreign(&packages)? {
+        println!("$ {}", [sudo, &["dpkg", "--add-architecture", arch]].concat().join(" "));
+        if !quiet(&[sudo, &["dpkg", "--add-architecture", arch]].concat()) {
+            bail!(
+                "dpkg does not add the architecture {arch}; run: dpkg --add-architecture {arch}, then {by_hand}"
+            );
+        }
+    }
     // A machine that knows its packages installs them without asking for news; a fresh one knows
     // none.
     if !apt(sudo, &["install", "-y", "-qq", "--no-install-recommends"], &packages)? {
@@ -128,6 +139,18 @@ pub fn ensure(tools: &[Tool]) -> Result<()> {
         [] => Ok(()),
         rest => bail!("{} came with no package of {}", rest[0].0, packages.join(" ")),
     }
+}
+
+/// Architectures of packages that dpkg does not have yet.
+fn foreign<'a>(packages: &[&'a str]) -> Result<Vec<&'a str>> {
+    let mut archs: Vec<_> =
+        packages.iter().filter_map(|package| package.split_once(':').map(|(_, arch)| arch)).collect();
+    archs.dedup();
+    if !archs.is_empty() {
+        let known = output(Command::new("dpkg").arg("--print-foreign-architectures"))?;
+        archs.retain(|arch| !known.lines().any(|line| line == *arch));
+    }
+    Ok(archs)
 }
 
 fn missing(tools: &[Tool]) -> Vec<Tool> {
@@ -178,5 +201,6 @@ mod tests {
     fn a_tool_is_found_or_not() {
         assert!(is_there("sh"));
         assert!(!is_there("no-such-tool-anywhere"));
+        assert!(is_there("/etc/passwd") && !is_there("/etc/no-such-file-anywhere"));
     }
 }

@@ -72,8 +72,8 @@ pub enum Step {
     LabRest,
     /// Slow: stores of objects against a Ceph of one node, whose daemons are killed
     Ceph,
-    /// Slow: the Debian packages: lintian, installed, used and purged in a clean root, the image for
-    /// containers
+    /// Slow: the Debian packages: lintian, installed, used and purged in a clean root, arm64 in an emulator,
+    /// the image for containers
     PackagesRest,
     /// Slow: the other tests of the libraries under `ThreadSanitizer`
     TsanRest,

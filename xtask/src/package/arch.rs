@@ -1,18 +1,104 @@
-//! What the package is built for.
+//! What a package is built for, and with what.
 
 use std::env;
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::Command;
 
 use anyhow::{Result, bail};
+use clap::ValueEnum;
 
-/// Debian's name of it.
-pub const DEBIAN: &str = "amd64";
-/// The compiler's.
-pub const TRIPLE: &str = "x86_64-unknown-linux-gnu";
+use crate::cargo::output;
+use crate::packages::{self, Tool};
 
-/// Packages are built where they are to be installed.
-pub fn check() -> Result<()> {
-    if env::consts::ARCH != "x86_64" {
-        bail!("packages are built on amd64, and this is {}", env::consts::ARCH);
+/// Debian's names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Arch {
+    Amd64,
+    /// Built on amd64 and tried in an emulator, so it is called experimental.
+    Arm64,
+}
+
+/// What packages take beside cargo.
+const TOOLS: [Tool; 4] =
+    [("dpkg-deb", "dpkg"), ("dpkg-shlibdeps", "dpkg-dev"), ("gzip", "gzip"), ("objcopy", "binutils")];
+/// What arm64 takes beside these: C, linker, and libraries to link with, which are also those that `dpkg-shlibdeps` finds.
+const ARM64_TOOLS: [Tool; 4] = [
+    ("aarch64-linux-gnu-gcc", "gcc-aarch64-linux-gnu"),
+    ("aarch64-linux-gnu-objcopy", "binutils-aarch64-linux-gnu"),
+    ("/usr/aarch64-linux-gnu/include/stdio.h", "libc6-dev-arm64-cross"),
+    ("/var/lib/dpkg/info/libc6:arm64.list", "libc6:arm64"),
+];
+/// And where the compiler has no standard library for it: Debian's compiler, which has.
+const ARM64_COMPILER: [Tool; 2] = [
+    (DEBIANS_COMPILER, "rustc-web"),
+    ("/var/lib/dpkg/info/libstd-rust-web-dev:arm64.list", "libstd-rust-web-dev:arm64"),
+];
+const DEBIANS_COMPILER: &str = "/usr/bin/rustc";
+
+impl Arch {
+    pub fn debian(self) -> &'static str {
+        match self {
+            Self::Amd64 => "amd64",
+            Self::Arm64 => "arm64",
+        }
     }
-    Ok(())
+
+    /// The compiler's name of it.
+    pub fn triple(self) -> &'static str {
+        match self {
+            Self::Amd64 => "x86_64-unknown-linux-gnu",
+            Self::Arm64 => "aarch64-unknown-linux-gnu",
+        }
+    }
+
+    /// Whether it is built elsewhere than where it is to run.
+    pub fn is_cross(self) -> bool {
+        self != Self::Amd64
+    }
+
+    /// A program of binutils or gcc for it.
+    pub fn tool(self, name: &str) -> String {
+        match self {
+            Self::Amd64 => name.to_owned(),
+            Self::Arm64 => format!("aarch64-linux-gnu-{name}"),
+        }
+    }
+
+    /// Installs what is missing to build for it.
+    pub fn ensure(self) -> Result<()> {
+        if env::consts::ARCH != "x86_64" {
+            bail!("packages are built on amd64, and this is {}", env::consts::ARCH);
+        }
+        packages::ensure(&TOOLS)?;
+        if self == Self::Arm64 {
+            packages::ensure(&ARM64_TOOLS)?;
+            if !self.is_known_to_compiler()? {
+                packages::ensure(&ARM64_COMPILER)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What cargo is told to build for it.
+    pub fn environment(self) -> Result<Vec<(&'static str, OsString)>> {
+        let Self::Arm64 = self else { return Ok(Vec::new()) };
+        let mut all = vec![
+            ("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER", self.tool("gcc").into()),
+            ("CC_aarch64_unknown_linux_gnu", self.tool("gcc").into()),
+            ("AR_aarch64_unknown_linux_gnu", self.tool("ar").into()),
+        ];
+        if !self.is_known_to_compiler()? {
+            all.push(("RUSTC", DEBIANS_COMPILER.into()));
+        }
+        Ok(all)
+    }
+
+    /// Whether the compiler of this cargo has a standard library for it.
+    fn is_known_to_compiler(self) -> Result<bool> {
+        let rustc = env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+        let mut ask = Command::new(rustc);
+        let dir = output(ask.args(["--print", "target-libdir", "--target", self.triple()]))?;
+        Ok(Path::new(&dir).is_dir())
+    }
 }

@@ -9,7 +9,7 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result};
 
-use super::arch::DEBIAN;
+use super::arch::Arch;
 use super::tree::{files, size};
 use super::{NAME, VERSION};
 use crate::cargo::output;
@@ -24,21 +24,28 @@ const DESCRIPTION: &str = " Freestone brings to user space what Linux has only i
  Clients connect over NBD, virtual machines over vhost-user, the machine itself
  through the ublk driver of the kernel. Images may lie in object storage.
 ";
+const EXPERIMENTAL: &str = " .
+ On this architecture it is experimental: it was built on another one, and has
+ only run in an emulator.
+";
 
 /// The text of `control` for the program's package.
-pub fn of_program(root: &Path, maintainer: &str, libraries: &str) -> Result<String> {
-    let mut text = head(NAME, "admin", root, maintainer)?;
+pub fn of_program(arch: Arch, root: &Path, maintainer: &str, libraries: &str) -> Result<String> {
+    let mut text = head(arch, NAME, "admin", root, maintainer)?;
     writeln!(text, "Depends: adduser, {libraries}")?;
     // For stores in object storage, and for nbds.
     writeln!(text, "Recommends: ca-certificates")?;
     writeln!(text, "Suggests: e2fsprogs, libnbd-bin, librbd1, nbd-client, qemu-utils, udev")?;
     write!(text, "Description: {SUMMARY}\n{DESCRIPTION}")?;
+    if arch.is_cross() {
+        text += EXPERIMENTAL;
+    }
     Ok(text)
 }
 
 /// The same for the package of its symbols.
-pub fn of_symbols(root: &Path, maintainer: &str, build_id: &str) -> Result<String> {
-    let mut text = head(&format!("{NAME}-dbgsym"), "debug", root, maintainer)?;
+pub fn of_symbols(arch: Arch, root: &Path, maintainer: &str, build_id: &str) -> Result<String> {
+    let mut text = head(arch, &format!("{NAME}-dbgsym"), "debug", root, maintainer)?;
     write!(
         text,
         "Depends: {NAME} (= {VERSION})\nAuto-Built-Package: debug-symbols\nBuild-Ids: {build_id}\n\
@@ -47,10 +54,10 @@ pub fn of_symbols(root: &Path, maintainer: &str, build_id: &str) -> Result<Strin
     Ok(text)
 }
 
-fn head(name: &str, section: &str, root: &Path, maintainer: &str) -> Result<String> {
-    let size = size(root)?.div_ceil(1024);
+fn head(arch: Arch, name: &str, section: &str, root: &Path, maintainer: &str) -> Result<String> {
+    let (arch, size) = (arch.debian(), size(root)?.div_ceil(1024));
     Ok(format!(
-        "Package: {name}\nVersion: {VERSION}\nArchitecture: {DEBIAN}\nMaintainer: {maintainer}\nInstalled-Size: {size}\n\
+        "Package: {name}\nVersion: {VERSION}\nArchitecture: {arch}\nMaintainer: {maintainer}\nInstalled-Size: {size}\n\
          Section: {section}\nPriority: optional\n"
     ))
 }

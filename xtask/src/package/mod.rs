@@ -1,7 +1,7 @@
 //! `cargo xtask package`: the Debian package of the program, with its manual pages, completions, units and rules, and
 //! beside it the package of its debug symbols.
 
-mod arch;
+pub mod arch;
 mod changelog;
 mod control;
 mod copyright;
@@ -14,46 +14,42 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, bail};
 
+use self::arch::Arch;
 use crate::cargo::{self, cargo, output};
-use crate::packages;
 
 /// The package.
 const NAME: &str = "freestone";
 /// The version, which is the workspace's.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// What this takes beside cargo.
-const TOOLS: [packages::Tool; 4] =
-    [("dpkg-deb", "dpkg"), ("dpkg-shlibdeps", "dpkg-dev"), ("gzip", "gzip"), ("objcopy", "binutils")];
 
 /// Builds the packages, and tells where they are.
-pub fn run() -> Result<bool> {
+pub fn run(arch: Arch) -> Result<bool> {
     // What lies in the package everybody may read.
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
-    packages::ensure(&TOOLS)?;
-    arch::check()?;
+    arch.ensure()?;
     let out = cargo::target_dir().join("package");
     fs::create_dir_all(&out).with_context(|| format!("cannot make {}", out.display()))?;
     let out = out.canonicalize()?;
-    let built = program::build()?;
+    let built = program::build(arch)?;
     let manuals = out.join("manuals");
     manuals_to(&manuals)?;
 
     let maintainer = maintainer()?;
     let changed = output(Command::new("git").args(["log", "-1", "--format=%ct"]))?;
-    let work = out.join(arch::DEBIAN);
-    let program = tree::Program { parts: program::parts(&built, &work)?, manuals: &manuals };
+    let work = out.join(arch.debian());
+    let program = tree::Program { parts: program::parts(arch, &built, &work)?, manuals: &manuals };
     let root = fresh(&work.join(NAME))?;
     let changelog = changelog::debian(NAME, VERSION, &maintainer)?;
-    tree::fill(&root, &program, &changelog, &copyright::file(Path::new("."), arch::TRIPLE)?)?;
-    let depends = program::libraries(&program.parts.stripped, &work)?;
-    control::write(&root, &control::of_program(&root, &maintainer, &depends)?)?;
-    let package = build(&root, &out, NAME, &changed)?;
+    tree::fill(&root, &program, &changelog, &copyright::file(Path::new("."), arch.triple())?)?;
+    let depends = program::libraries(arch, &program.parts.stripped, &work)?;
+    control::write(&root, &control::of_program(arch, &root, &maintainer, &depends)?)?;
+    let package = build(arch, &root, &out, NAME, &changed)?;
 
     let symbols_name = format!("{NAME}-dbgsym");
     let root = fresh(&work.join(&symbols_name))?;
     tree::fill_symbols(&root, &program.parts)?;
-    control::write(&root, &control::of_symbols(&root, &maintainer, &program.parts.build_id)?)?;
-    let symbols = build(&root, &out, &symbols_name, &changed)?;
+    control::write(&root, &control::of_symbols(arch, &root, &maintainer, &program.parts.build_id)?)?;
+    let symbols = build(arch, &root, &out, &symbols_name, &changed)?;
 
     let bytes = fs::metadata(&program.parts.stripped)?.len();
     println!("program: {:.1} MB without symbols", bytes as f64 / 1e6);
@@ -93,8 +89,8 @@ fn maintainer() -> Result<String> {
 }
 
 /// Packs a tree; `changed` is the time that its files have at most, so that the same tree makes the same package.
-fn build(root: &Path, out: &Path, name: &str, changed: &str) -> Result<PathBuf> {
-    let package = out.join(format!("{name}_{VERSION}_{}.deb", arch::DEBIAN));
+fn build(arch: Arch, root: &Path, out: &Path, name: &str, changed: &str) -> Result<PathBuf> {
+    let package = out.join(format!("{name}_{VERSION}_{}.deb", arch.debian()));
     let mut command = Command::new("dpkg-deb");
     command.args(["--root-owner-group", "--build"]).arg(root).arg(&package).env("SOURCE_DATE_EPOCH", changed);
     let status = command.stdin(Stdio::null()).stdout(Stdio::null()).status();
