@@ -11,7 +11,7 @@ use freestone_ublk as ublk;
 use freestone_vhost_user as vhost_user;
 use tracing::warn;
 
-use crate::exports::Limited;
+use crate::limited::Limited;
 use crate::places::{Place, Wanted};
 
 /// One of these.

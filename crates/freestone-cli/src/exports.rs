@@ -25,12 +25,12 @@ use freestone_vhost_user as vhost_user;
 use tracing::warn;
 
 use self::limits::AllLimited;
-pub use self::limits::Limited;
 use crate::alone::{Alone, Shown, end_all};
 use crate::claims::{Claim, Claims};
 use crate::control::protocol::Fault;
 use crate::defaults::Defaults;
 pub use crate::export::Export;
+use crate::limited::Limited;
 use crate::loops;
 use crate::places::{Place, Wanted};
 use crate::template;

@@ -21,6 +21,7 @@ mod http;
 #[doc(hidden)]
 pub mod inputs;
 mod job;
+mod limited;
 mod loops;
 mod metrics;
 mod page;

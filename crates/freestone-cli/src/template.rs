@@ -6,7 +6,7 @@ use freestone_nbd::{Fresh, Make};
 use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::registry::Registry;
 
-use crate::exports::Limited;
+use crate::limited::Limited;
 
 /// What the NBD server calls for each connection to the template. The fork is among the devices, as
 /// `NAME@1` and so on, until the connection ends.
