@@ -10,6 +10,9 @@ use std::process::{Command, Stdio};
 use std::thread;
 
 use anyhow::{Context as _, Result, bail, ensure};
+use serde::Deserialize;
+
+use crate::sanitize::LIB;
 
 /// How many tests passed and failed.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -41,16 +44,84 @@ pub fn cargo() -> Command {
     command
 }
 
+/// A program of tests that cargo has built.
+pub struct TestProgram {
+    /// The package, by its directory.
+    pub package: String,
+    /// Of tests/, or [`LIB`].
+    pub suite: String,
+    directory: PathBuf,
+    executable: PathBuf,
+}
+
+impl TestProgram {
+    /// Runs it as `cargo test` does.
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(&self.executable);
+        command.current_dir(&self.directory).env("RUST_TEST_THREADS", test_threads()).stdin(Stdio::null());
+        command
+    }
+}
+
+/// What cargo says of something that it has built.
+#[derive(Deserialize)]
+struct Artifact {
+    manifest_path: PathBuf,
+    target: Target,
+    executable: Option<PathBuf>,
+}
+
+#[derive(Deserialize)]
+struct Target {
+    kind: Vec<String>,
+    name: String,
+}
+
+/// Runs a `cargo test --no-run`: the programs, or nothing where the build fails. They are run by
+/// themselves, as cargo builds anew for every set of packages, whose features differ.
+pub fn test_programs(command: &mut Command) -> Result<Option<Vec<TestProgram>>> {
+    println!("$ {}", line(command));
+    let command = command.args(["--message-format", "json-render-diagnostics"]).stderr(Stdio::inherit());
+    let output = command.output().with_context(|| format!("cannot start {}", line(command)))?;
+    if !output.status.success() {
+        return Ok(None);
+    }
+    let mut programs = Vec::new();
+    // Other messages have other fields.
+    let messages = output.stdout.split(|&byte| byte == b'\n');
+    for Artifact { manifest_path, target, executable } in
+        messages.filter_map(|m| serde_json::from_slice(m).ok())
+    {
+        let (Some(executable), Some(directory)) = (executable, manifest_path.parent()) else { continue };
+        let is_lib = target.kind.iter().any(|kind| kind == LIB);
+        let suite = if is_lib { LIB.to_owned() } else { target.name };
+        let package = directory.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        programs.push(TestProgram { package, suite, directory: directory.to_owned(), executable });
+    }
+    Ok(Some(programs))
+}
+
+/// Where the programs of the workspace are, built with the features that its tests have: after those
+/// there is nothing to build. Nothing where the build fails.
+pub fn workspace_programs() -> Result<Option<PathBuf>> {
+    let built = run(tests().args(["--workspace", "--no-run"]))?.ok;
+    Ok(built.then_some(std::path::absolute(target_dir())?.join("debug")))
+}
+
 /// Tests of a program that run at once, for each CPU: most of their time many wait, for a slow
 /// disk, a timer or a server.
 const TESTS_PER_CPU: usize = 3;
 
 /// `cargo test`.
 pub fn tests() -> Command {
-    let cpus = thread::available_parallelism().map_or(1, NonZero::get);
     let mut command = cargo();
-    command.arg("test").env("RUST_TEST_THREADS", (cpus * TESTS_PER_CPU).to_string());
+    command.arg("test").env("RUST_TEST_THREADS", test_threads());
     command
+}
+
+fn test_threads() -> String {
+    let cpus = thread::available_parallelism().map_or(1, NonZero::get);
+    (cpus * TESTS_PER_CPU).to_string()
 }
 
 /// A cargo for a build in which the packages of the workspace, and no others, have these cfgs:

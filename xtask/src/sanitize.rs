@@ -30,7 +30,7 @@ const SKIPPED: [&str; 2] = [
 
 /// Packages whose tests run.
 const PACKAGES: [&str; 13] = [
-    "freestone",
+    FACE,
     "freestone-core",
     "freestone-cow",
     "freestone-drive",
@@ -46,71 +46,52 @@ const PACKAGES: [&str; 13] = [
 ];
 /// It has the tests of all devices together, and no code.
 const FACE: &str = "freestone";
-/// Those that only the sweep of the slow lane runs under a sanitizer: test tools share little, and
-/// no other package has unchecked memory (one has a call with a structure, for a lock).
-const NO_THREADS: [&str; 1] = ["freestone-testkit"];
-const NO_UNSAFE: [&str; 5] =
-    ["freestone-cow", "freestone-nbd", "freestone-nbd-client", "freestone-store", "freestone-testkit"];
-/// Suites (directories in tests/), and modules of suites, that only the sweep runs under
-/// `ThreadSanitizer`: long ones in which next to nothing is shared. Words of `--skip` are found
-/// anywhere in a name: no other module's path may end in one of these.
-const NO_RACES_TO_FIND: [&str; 35] = [
-    "library::cow::conformance",
-    "library::cow::failed_writes",
-    "library::cow::map_random",
-    "library::cow::store::bad_input",
-    "library::cow::store::crash",
-    "library::cow::store::merge",
-    "library::devices::conformance_file",
-    "library::devices::conformance_layers",
-    "library::devices::conformance_null",
-    "library::devices::conformance_ram",
-    "library::devices::counting",
-    "library::devices::null_memory",
-    "library::family::hunt",
-    "library::family::memory",
-    "library::family::model",
-    "library::faults::conformance",
-    "library::faults::effects",
-    "library::faults::repeat",
-    "library::power::conformance",
-    "library::power::database",
-    "library::power::model",
-    "library::power::recording",
-    "library::power::units",
-    "library::qcow2",
-    "library::save::bad_files",
-    "library::save::crash",
-    "library::save::forged",
-    "library::save::round_trips",
-    "library::writeback::fault_sweep",
-    "library::zones::conformance",
-    "library::zones::model",
-    "library::zones::state",
-    "store::faults",
-    "store::pushes",
-    // It counts descriptors and memory, of which the sanitizer has its own.
-    "leaks",
+
+/// What the gate runs of a package's tests: a suite, which is a directory or file of tests/ or `LIB`,
+/// and the modules of it, all where none is named.
+type InGate = (&'static str, &'static str, &'static [&'static str]);
+/// Under `ThreadSanitizer`: where threads share the most. All else is run by the slow lane.
+const WHERE_RACES_ARE: [InGate; 12] = [
+    (FACE, "library", &RACING_MODULES),
+    ("freestone-core", LIB, &[]),
+    ("freestone-cow", LIB, &[]),
+    ("freestone-drive", LIB, &[]),
+    ("freestone-nbd", LIB, &[]),
+    ("freestone-nbd", "server", &["places", "waiting", "workers"]),
+    ("freestone-ram", LIB, &[]),
+    ("freestone-store", LIB, &[]),
+    ("freestone-store", "store", &["reads"]),
+    ("freestone-ublk", LIB, &[]),
+    ("freestone-vhost-user", LIB, &[]),
+    ("freestone-vhost-user", "conformance", &[]),
 ];
-/// Those that only the sweep runs under `AddressSanitizer`: what they run of the code without
-/// checked memory, others run, too.
-const NO_MEMORY_TO_BREAK: [&str; 12] = [
-    "library::cow",
-    "library::devices::conformance_layers",
-    "library::devices::conformance_null",
-    "library::devices::counting",
-    "library::family::hunt",
-    "library::family::model",
-    "library::faults",
-    "library::power",
-    "library::qcow2",
-    "library::zones::conformance",
-    "library::zones::model",
-    "library::zones::state",
+const RACING_MODULES: [&str; 13] = [
+    "cow::older",
+    "cow::store::groups",
+    "devices::file_changes",
+    "devices::file_stress",
+    "devices::limited",
+    "devices::null_threads",
+    "family::race",
+    "faults::running",
+    "faults::waiting",
+    "save::moments",
+    "writeback::passes",
+    "writeback::watched",
+    "zones::threads",
+];
+/// Under `AddressSanitizer`: packages most of whose memory the language does not check.
+const WHERE_MEMORY_IS_UNCHECKED: [InGate; 6] = [
+    ("freestone-core", LIB, &[]),
+    ("freestone-ram", LIB, &[]),
+    ("freestone-ublk", LIB, &[]),
+    ("freestone-vhost-user", LIB, &[]),
+    ("freestone-vhost-user", "calls", &[]),
+    ("freestone-vhost-user", "conformance", &[]),
 ];
 
-/// For cargo: a package's unit tests.
-const LIB: &str = "--lib";
+/// The suite of a package's unit tests.
+pub const LIB: &str = "lib";
 /// Between the flags of `CARGO_ENCODED_RUSTFLAGS`, which may hold paths with blanks.
 const ENCODED_SEPARATOR: &str = "\u{1f}";
 /// What an instrumented `AtomicU64::fetch_sub` calls; `std_sync.c` wraps it too.
@@ -154,54 +135,52 @@ pub enum Extent {
 /// A suite, and what of it runs.
 struct Suite {
     package: &'static str,
-    /// For cargo.
-    targets: Vec<String>,
+    name: String,
     /// For the test program: modules to run or to skip.
     arguments: Vec<String>,
 }
 
 /// The suites to run.
 fn suites(sanitizer: Sanitizer, extent: Extent) -> Result<Vec<Suite>> {
-    let (left_out, whole_packages): (&[&str], &[&str]) = match sanitizer {
-        Sanitizer::Thread => (&NO_RACES_TO_FIND, &NO_THREADS),
-        Sanitizer::Address => (&NO_MEMORY_TO_BREAK, &NO_UNSAFE),
+    let in_gate: &[InGate] = match sanitizer {
+        Sanitizer::Thread => &WHERE_RACES_ARE,
+        Sanitizer::Address => &WHERE_MEMORY_IS_UNCHECKED,
     };
-    let mut known = Vec::new();
+    let mut found = 0;
     let mut suites = Vec::new();
     for package in PACKAGES {
-        let package_is_left_out = whole_packages.contains(&package);
-        if package != FACE && package_is_left_out == (extent == Extent::Rest) {
-            suites.push(Suite { package, targets: vec![LIB.to_owned()], arguments: Vec::new() });
-        }
         let dir = Path::new("crates").join(package).join("tests");
+        let mut names: Vec<String> = Vec::new();
+        names.extend((package != FACE).then(|| LIB.to_owned()));
         for path in fs::read_dir(&dir).into_iter().flatten().flatten().map(|entry| entry.path()) {
-            if !path.join("main.rs").is_file() && path.extension().is_none_or(|end| end != "rs") {
-                continue;
+            if path.join("main.rs").is_file() || path.extension().is_some_and(|end| end == "rs") {
+                names.push(path.file_stem().unwrap_or_default().to_string_lossy().into_owned());
             }
-            let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-            let whole = package_is_left_out || left_out.contains(&name.as_str());
-            let parts = left_out.iter().filter_map(|left_out| left_out.strip_prefix(&format!("{name}::")));
-            let parts: Vec<&str> = parts.filter(|part| is_module(&path, part)).collect();
-            known.extend(whole.then(|| name.clone()));
-            known.extend(parts.iter().map(|part| format!("{name}::{part}")));
-            let words = parts.iter().map(|part| format!("{part}::"));
-            let arguments: Option<Vec<String>> = match extent {
-                Extent::Gate if whole => None,
-                Extent::Gate => Some(words.flat_map(|part| ["--skip".to_owned(), part]).collect()),
-                Extent::Rest if whole => Some(Vec::new()),
-                Extent::Rest => Some(words.collect()).filter(|words: &Vec<_>| !words.is_empty()),
+        }
+        names.sort();
+        for name in names {
+            let listed = in_gate.iter().find(|(of, suite, _)| *of == package && *suite == name);
+            found += usize::from(listed.is_some());
+            let modules = listed.map_or(&[][..], |(_, _, modules)| modules);
+            if let Some(gone) = modules.iter().find(|module| !is_module(&dir.join(&name), module)) {
+                bail!(
+                    "{package} {name}::{gone}: there is no such module any more; see xtask/src/sanitize.rs"
+                );
+            }
+            // A word is found anywhere in a test's path: no other module's path may end in one of these.
+            let words = modules.iter().map(|module| format!("{module}::"));
+            let arguments: Option<Vec<String>> = match (extent, listed) {
+                (Extent::Gate, None) => None,
+                (Extent::Gate, Some(_)) => Some(words.collect()),
+                (Extent::Rest, Some(_)) if modules.is_empty() => None,
+                (Extent::Rest, _) => Some(words.flat_map(|word| ["--skip".to_owned(), word]).collect()),
             };
-            suites.extend(arguments.map(|arguments| Suite {
-                package,
-                targets: vec!["--test".to_owned(), name],
-                arguments,
-            }));
+            suites.extend(arguments.map(|arguments| Suite { package, name, arguments }));
         }
     }
-    if let Some(gone) = left_out.iter().find(|name| !known.iter().any(|known| known == *name)) {
-        bail!("{gone}: there is no such suite any more; see xtask/src/sanitize.rs");
+    if found < in_gate.len() {
+        bail!("the gate names suites that are no more; see xtask/src/sanitize.rs");
     }
-    suites.sort_by(|a, b| (a.package, &a.targets).cmp(&(b.package, &b.targets)));
     Ok(suites)
 }
 
@@ -230,39 +209,38 @@ pub fn run(sanitizer: Sanitizer, extent: Extent) -> Result<Outcome> {
     }
     let suites = suites(sanitizer, extent)?;
     let suppressions = |file| format!("suppressions='{}'", root.join(file).display());
-    let test = |packages: &[&str], targets: &[String], arguments: &[&str]| -> Result<Outcome> {
-        let mut command = cargo::tests();
-        command.args(["--target", TARGET, "--no-fail-fast"]);
-        command.args(packages.iter().flat_map(|package| ["--package", package]));
-        command.args(targets).args(arguments);
-        command.env("RUSTC_BOOTSTRAP", "1").env("RUST_BACKTRACE", "0");
-        command.env("CARGO_ENCODED_RUSTFLAGS", flags.join(ENCODED_SEPARATOR));
+    let mut build = cargo::tests();
+    build.args(["--target", TARGET, "--no-run"]);
+    build.env("RUSTC_BOOTSTRAP", "1").env("CARGO_ENCODED_RUSTFLAGS", flags.join(ENCODED_SEPARATOR));
+    for (at, Suite { package, name, .. }) in suites.iter().enumerate() {
+        if suites[..at].iter().all(|before| before.package != *package) {
+            build.args(["--package", package]);
+        }
+        match suites[..at].iter().any(|before| before.name == *name) {
+            // Cargo takes each once, for all packages.
+            true => &mut build,
+            false if name == LIB => build.arg("--lib"),
+            false => build.args(["--test", name]),
+        };
+    }
+    let Some(programs) = cargo::test_programs(&mut build)? else {
+        return Ok(Outcome::default());
+    };
+    let mut all = Outcome { ok: true, counts: Counts::default() };
+    for Suite { package, name, arguments } in &suites {
+        let program = programs.iter().find(|program| program.package == *package && program.suite == *name);
+        let program = program.with_context(|| format!("{package}: cargo has not built its suite {name}"))?;
+        let mut command = program.command();
+        // What a test prints while it is captured goes through code of the prebuilt library, and so
+        // do backtraces.
+        command.arg("--nocapture").env("RUST_BACKTRACE", "0");
+        command.args(SKIPPED.iter().flat_map(|test| ["--skip", test])).args(arguments);
         command.env("PROPTEST_CASES", PROPTEST_CASES);
         command.env("FREESTONE_MODEL_SECONDS", "2").env("COW_ROUNDS", "1");
         command.env("TSAN_OPTIONS", suppressions(RACES));
         command.env("LSAN_OPTIONS", suppressions(LEAKS) + ":print_suppressions=0");
         command.env("ASAN_OPTIONS", "detect_stack_use_after_return=1");
-        cargo::run(&mut command)
-    };
-    let mut targets: Vec<String> = Vec::new();
-    for suite in &suites {
-        // Cargo takes `--lib` once, for all packages.
-        let is_new = suite.targets[0] != LIB || !targets.iter().any(|target| target == LIB);
-        targets.extend(suite.targets.iter().filter(|_| is_new).cloned());
-    }
-    let mut packages: Vec<&str> = suites.iter().map(|suite| suite.package).collect();
-    packages.dedup();
-    let mut all = test(&packages, &targets, &["--no-run"])?;
-    if !all.ok {
-        return Ok(all);
-    }
-    for Suite { package, targets, arguments } in &suites {
-        // What a test prints while it is captured goes through code of the prebuilt library, and so
-        // do backtraces.
-        let mut words = vec!["--", "--nocapture"];
-        words.extend(SKIPPED.iter().flat_map(|test| ["--skip", test]));
-        words.extend(arguments.iter().map(String::as_str));
-        let outcome = test(&[package], targets, &words)?;
+        let outcome = cargo::run(&mut command)?;
         if outcome.counts == Counts::default() {
             println!("no test ran");
             all.ok = false;

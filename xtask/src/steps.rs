@@ -43,20 +43,23 @@ pub enum Step {
     Test,
     /// Instructions of the hot paths: none rose by more than 3 % over `benches/baseline.json`
     Gate,
-    /// The sources' experiments, and the build with their locks and streams: no lint complains
-    Variants,
-    /// In a stock kernel, its own and Freestone: writeback of zram, as in the test of its source
+    /// In a stock kernel: writeback of its own zram and of ours, as in the test of its source; our
+    /// disks, and servers that are killed
     Lab,
     /// Random stacks under random requests, verbs, faults and crashes: runs that are always the
     /// same, real threads, and servers that are killed and started again
     Torture,
     /// The loom models of the lock protocols
     Models,
-    /// The tests of the libraries under `ThreadSanitizer`, where there are races to find
+    /// The tests of the libraries under `ThreadSanitizer`, where threads share the most
     Tsan,
-    /// The tests of the libraries under `AddressSanitizer`, where memory is not checked by the
+    /// The tests of the libraries under `AddressSanitizer`, where most memory is not checked by the
     /// language
     Asan,
+    /// Slow: the sources' experiments, and the build with their locks and streams: no lint complains
+    Variants,
+    /// Slow: the program without what it has by default: no lint complains
+    Least,
     /// Slow: the locks and streams that the sources' experiments compare pass their tests, and all
     /// experiments run; their speed is not judged
     Reproduce,
@@ -82,7 +85,7 @@ pub enum Step {
 }
 
 /// From here on, in their order, steps are of the slow lane.
-const FIRST_SLOW: Step = Step::Reproduce;
+const FIRST_SLOW: Step = Step::Variants;
 
 impl Step {
     pub fn name(self) -> String {
@@ -111,13 +114,8 @@ impl Step {
                 with(with_variants("fmt", Varied::Research)?, &["--all", "--check"]),
             ]),
             Self::Tidy => tidy::run().map(|ok| Outcome { ok, counts: Counts::default() }),
-            Self::Clippy => {
-                // And the program as it is without what it does by default.
-                let least = &["--package", "freestone-cli", "--no-default-features"][..];
-                let parts = [&["--workspace", "--all-targets"][..], least];
-                let clippy = |part| with(with(cargo(), &["clippy"]), part);
-                cargo::run_each(parts.map(|part| with(clippy(part), &["--", "-D", "warnings"])))
-            }
+            Self::Clippy => clippy(&["--workspace", "--all-targets"]),
+            Self::Least => clippy(&["--package", "freestone-cli", "--no-default-features"]),
             Self::Doc => cargo::run(documented(&mut with(cargo(), &["doc", "--workspace"]))),
             Self::Test => cargo::run(cargo::tests().args(["--workspace", "--no-fail-fast"])),
             // The release build as users have it: what is counted is what they run, inlining across
@@ -130,9 +128,8 @@ impl Step {
             Self::Reproduce => reproduce(),
             Self::Lab => lab(&[
                 &["lab/run-writeback.sh", "first"],
-                &["lab/run-vhost-user.sh", "boot", "use", "killed"],
+                &["lab/run-vhost-user.sh", "boot", "killed"],
                 &["lab/run-ublk.sh", "program", "7"],
-                &["lab/run-ublk.sh", "user", "7"],
                 &["lab/run-ublk-zones.sh", "drive", "7"],
             ]),
             Self::LabRest => packages::ensure(&packages::SLOW_TOOLS).and_then(|()| {
@@ -140,7 +137,7 @@ impl Step {
                     &["lab/run-writeback.sh"],
                     &["lab/run-zones.sh"],
                     &["lab/run-snapshots.sh"],
-                    &["lab/run-vhost-user.sh", "cut", "files"],
+                    &["lab/run-vhost-user.sh", "use", "cut", "files"],
                     &["lab/run-ublk.sh"],
                     &["lab/run-ublk-zones.sh"],
                     &["lab/run-ublk-zbd.sh"],
@@ -163,14 +160,24 @@ impl Step {
     }
 }
 
+/// Calls scripts, for the programs that the tests of the workspace have.
 fn lab(runs: &[&[&str]]) -> Result<Outcome> {
+    let Some(programs) = cargo::workspace_programs()? else { return Ok(Outcome::default()) };
     let (mut ok, mut counts) = (true, Counts::default());
     for run in runs {
-        let passed = cargo::run(Command::new(run[0]).args(&run[1..]).stdin(Stdio::null()))?.ok;
+        let mut script = Command::new(run[0]);
+        script.args(&run[1..]).stdin(Stdio::null());
+        script.env("FREESTONE", programs.join("freestone"));
+        script.env("TORTURE", programs.join("freestone-torture"));
+        let passed = cargo::run(&mut script)?.ok;
         counts += Counts { passed: u64::from(passed), failed: u64::from(!passed) };
         ok &= passed;
     }
     Ok(Outcome { ok, counts })
+}
+
+fn clippy(what: &[&str]) -> Result<Outcome> {
+    cargo::run(&mut with(with(with(cargo(), &["clippy"]), what), &["--", "-D", "warnings"]))
 }
 
 /// The code's own assertions are part of what is checked.

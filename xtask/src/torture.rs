@@ -1,7 +1,7 @@
 //! `cargo xtask torture`: builds what each mode needs and runs it.
 
-use std::path::PathBuf;
-use std::process::Command;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
@@ -85,16 +85,15 @@ pub fn run(mode: Option<Mode>, seed: Option<u64>, minutes: f64) -> Result<bool> 
 /// What is always the same. The program without a state is tortured by a test of its own
 /// (`freestone-cli/tests/torture.rs`).
 pub fn gate() -> Result<Outcome> {
-    let mut counts = Counts::default();
-    for (mode, seconds, runs) in [
-        (Mode::Exact, GATE_SECONDS, Some(GATE_RUNS)),
-        (Mode::Threads, GATE_SECONDS, None),
-        (Mode::Lives, GATE_LIVES_SECONDS, None),
-    ] {
-        let passed = torture(mode, Some(GATE_SEED), seconds, runs, None)?.success();
-        counts += Counts { passed: u64::from(passed), failed: u64::from(!passed) };
-    }
-    Ok(Outcome { ok: counts.failed == 0, counts })
+    let seed = Some(GATE_SEED);
+    let exact = Run { mode: Mode::Exact, seed, seconds: GATE_SECONDS, runs: Some(GATE_RUNS), mutant: None };
+    let threads = Run { mode: Mode::Threads, runs: None, ..exact };
+    let lives = Run { mode: Mode::Lives, seconds: GATE_LIVES_SECONDS, ..threads };
+    let mut passed = vec![exact.on(&exact.build()?)?];
+    let Some(programs) = cargo::workspace_programs()? else { return Ok(Outcome::default()) };
+    passed.extend([threads.on(&programs)?, lives.on(&programs)?]);
+    let passed = passed.iter().filter(|status| status.success()).count() as u64;
+    Ok(Outcome { ok: passed == 3, counts: Counts { passed, failed: 3 - passed } })
 }
 
 /// More seeds of servers that are started again.
@@ -134,7 +133,7 @@ pub fn mutants(only: &[String]) -> Result<Outcome> {
 }
 
 /// With a fault put back, or, in the same build, with none.
-fn torture_faulty(mode: Mode, seconds: u64, mutant: &str) -> Result<std::process::ExitStatus> {
+fn torture_faulty(mode: Mode, seconds: u64, mutant: &str) -> Result<ExitStatus> {
     torture(mode, Some(GATE_SEED), seconds, None, Some(mutant))
 }
 
@@ -144,39 +143,66 @@ fn torture(
     seconds: u64,
     runs: Option<u64>,
     mutant: Option<&str>,
-) -> Result<std::process::ExitStatus> {
-    let mut cfgs = Vec::new();
-    cfgs.extend((mode == Mode::Exact).then_some(SIMULATION));
-    cfgs.extend(mutant.map(|_| FAULTS));
-    let build = |package: &str| -> Result<PathBuf> {
-        let (mut command, dir) =
-            if cfgs.is_empty() { (cargo(), cargo::target_dir()) } else { cargo::with_cfgs(&cfgs)? };
-        anyhow::ensure!(
-            cargo::run(command.args(["build", "--package", package]))?.ok,
-            "{package} does not build"
-        );
-        Ok(dir.join("debug"))
-    };
-    let programs = build("freestone-torture")?;
-    let mut command = Command::new(programs.join("freestone-torture"));
-    command.arg(mode.name());
-    if matches!(mode, Mode::Program | Mode::Lives) {
-        command.arg("--bin").arg(build("freestone-cli")?.join("freestone"));
+) -> Result<ExitStatus> {
+    let run = Run { mode, seed, seconds, runs, mutant };
+    run.on(&run.build()?)
+}
+
+/// A run of the torture.
+#[derive(Clone, Copy)]
+struct Run<'a> {
+    mode: Mode,
+    seed: Option<u64>,
+    seconds: u64,
+    runs: Option<u64>,
+    mutant: Option<&'a str>,
+}
+
+impl Run<'_> {
+    /// Builds what it needs. Returns where the programs are.
+    fn build(&self) -> Result<PathBuf> {
+        let mut cfgs = Vec::new();
+        cfgs.extend((self.mode == Mode::Exact).then_some(SIMULATION));
+        cfgs.extend(self.mutant.map(|_| FAULTS));
+        let mut packages = vec!["freestone-torture"];
+        packages.extend(self.needs_program().then_some("freestone-cli"));
+        let mut programs = PathBuf::new();
+        for package in packages {
+            let (mut command, dir) =
+                if cfgs.is_empty() { (cargo(), cargo::target_dir()) } else { cargo::with_cfgs(&cfgs)? };
+            let built = cargo::run(command.args(["build", "--package", package]))?.ok;
+            anyhow::ensure!(built, "{package} does not build");
+            programs = dir.join("debug");
+        }
+        Ok(programs)
     }
-    if let Some(seed) = seed {
-        command.args(["--seed", &seed.to_string()]);
+
+    fn needs_program(&self) -> bool {
+        matches!(self.mode, Mode::Program | Mode::Lives)
     }
-    command.args(["--minutes", &format!("{:.3}", seconds as f64 / 60.0)]);
-    if let Some(runs) = runs {
-        command.args(["--runs", &runs.to_string()]);
+
+    /// Runs it with the programs of a directory.
+    fn on(&self, programs: &Path) -> Result<ExitStatus> {
+        let mut command = Command::new(programs.join("freestone-torture"));
+        command.arg(self.mode.name());
+        if self.needs_program() {
+            command.arg("--bin").arg(programs.join("freestone"));
+        }
+        if let Some(seed) = self.seed {
+            command.args(["--seed", &seed.to_string()]);
+        }
+        command.args(["--minutes", &format!("{:.3}", self.seconds as f64 / 60.0)]);
+        if let Some(runs) = self.runs {
+            command.args(["--runs", &runs.to_string()]);
+        }
+        if let Some(mutant) = self.mutant {
+            command.env("FREESTONE_MUTANT", mutant);
+        }
+        println!("$ {command:?}");
+        let began = Instant::now();
+        let status = command.status().context("cannot start the torture")?;
+        let took = Duration::from_secs(began.elapsed().as_secs());
+        println!("{}: {status} after {took:?}", self.mode.name());
+        Ok(status)
     }
-    if let Some(mutant) = mutant {
-        command.env("FREESTONE_MUTANT", mutant);
-    }
-    println!("$ {command:?}");
-    let began = Instant::now();
-    let status = command.status().context("cannot start the torture")?;
-    let took = Duration::from_secs(began.elapsed().as_secs());
-    println!("{}: {status} after {took:?}", mode.name());
-    Ok(status)
 }

@@ -37,52 +37,55 @@ fn state(serve: &Serve, job: u64) -> Value {
 fn the_next_one_begins_when_one_has_ended() {
     let disk = Disk::of("64M");
     let serve = spilling(&disk, 32 * MIB);
+    // A file to restore, as job 1.
+    serve.text(&["save", "r", "before.saved"]);
     let running = fill_all(&serve, &disk);
     // What is no request is told at once, the rest when it is its turn.
     let usage = serve.refused(2, &["writeback", "r", "huges", "--background"]);
     assert!(usage.contains("huges"), "{usage}");
     assert_eq!(
         serve.text(&["compact", "gone", "--background"]),
-        "gone: compact waits for its turn in the background, as job 65\n"
+        "gone: compact waits for its turn in the background, as job 66\n"
     );
     let told = serve.json(&["save", "r", "r.saved", "--background"]);
-    assert_eq!(told, json!({ "job": 66, "name": "r", "verb": "save", "state": "waiting" }));
+    assert_eq!(told, json!({ "job": 67, "name": "r", "verb": "save", "state": "waiting" }));
     let told = serve.json(&["remove", "r", "--background"]);
     assert_eq!((&told["state"], told.get("connections_ended")), (&json!("waiting"), None));
-    serve.text(&["restore", "r.saved", "back", "--background"]);
+    serve.text(&["restore", "before.saved", "back", "--background"]);
     let lines = serve.text(&["jobs"]);
-    assert!(lines.contains("job 66: r: save: waiting in the background, "), "{lines}");
+    assert!(lines.contains("job 67: r: save: waiting in the background, "), "{lines}");
+    let before = serve.path("before.saved");
+    assert!(lines.contains(&format!("job 69: {}: restore: waiting", before.display())), "{lines}");
     let file = serve.path("r.saved");
-    assert!(lines.contains(&format!("job 68: {}: restore: waiting", file.display())), "{lines}");
     // They do not show as what runs on the device.
     assert_eq!(serve.json(&["stat", "r"])["progress"]["verb"], "writeback");
     // In the foreground nothing waits.
     serve.text(&["create", "s=ram,disksize=1M"]);
     serve.text(&["compact", "s"]);
     // Also a removal can be taken back, as long as it waits.
-    assert_eq!(serve.text(&["cancel", "r", "remove"]), "job 67: r: remove: does not begin\n");
+    assert_eq!(serve.text(&["cancel", "r", "remove"]), "job 68: r: remove: does not begin\n");
     let why = "r: remove: cancelled, because that was asked for; it had not begun";
-    assert_eq!(serve.refused(1, &["wait", "--job", "67"]), why);
+    assert_eq!(serve.refused(1, &["wait", "--job", "68"]), why);
     assert_eq!(
-        serve.refused(1, &["wait", "--job", "66", "--timeout", "1ms"]).split(';').next(),
-        Some("job 66: has not ended")
+        serve.refused(1, &["wait", "--job", "67", "--timeout", "1ms"]).split(';').next(),
+        Some("job 67: has not ended")
     );
     assert!(!file.exists() && running.iter().all(|job| state(&serve, *job) == "running"));
     // One ends: it was the turn of what fails at once, and then of the save.
-    serve.text(&["cancel", "--job", "64"]);
-    assert_eq!(serve.refused(1, &["wait", "--job", "65"]), "gone: no such device");
+    serve.text(&["cancel", "--job", "65"]);
+    assert_eq!(serve.refused(1, &["wait", "--job", "66"]), "gone: no such device");
     let start = Instant::now();
-    while state(&serve, 66) == "waiting" {
+    while state(&serve, 67) == "waiting" {
         assert!(start.elapsed() < ANSWER_MAX, "it does not begin");
     }
     disk.heal();
-    assert_eq!(serve.json(&["wait", "--job", "66"])["result"]["names"][0], "r");
-    assert_eq!(serve.json(&["wait", "--job", "68"])["result"]["devices"][0]["name"], "back");
+    assert_eq!(serve.json(&["wait", "--job", "67"])["result"]["names"][0], "r");
+    assert_eq!(serve.json(&["wait", "--job", "69"])["result"]["devices"][0]["name"], "back");
     for job in &running[..63] {
         serve.text(&["wait", "--job", &job.to_string()]);
     }
     assert!(fs::metadata(file).unwrap().len() > 0);
-    assert!(serve.text(&["compact", "r", "--background"]).contains("runs in the background, as job 70"));
+    assert!(serve.text(&["compact", "r", "--background"]).contains("runs in the background, as job 71"));
 }
 
 #[test]
