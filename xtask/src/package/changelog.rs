@@ -10,6 +10,9 @@ use crate::cargo::output;
 /// Where changes are told.
 const CHANGELOG: &str = "CHANGELOG.md";
 
+/// A line of a change has at most so many characters: with what goes before it Debian's has 80.
+const LINE_MAX_CHARS: usize = 76;
+
 /// A version, newest first in the file.
 #[derive(Debug, PartialEq, Eq)]
 struct Entry<'a> {
@@ -60,6 +63,7 @@ fn entries(text: &str) -> Result<Vec<Entry<'_>>> {
         }
         // What comes before the first version is for people.
         let Some(entry) = entries.last_mut() else { continue };
+        ensure!(line.chars().skip(2).count() <= LINE_MAX_CHARS, wrong("this line is too long"));
         match (line.strip_prefix("* "), line.strip_prefix("  "), entry.changes.last_mut()) {
             (Some(change), _, _) => entry.changes.push(vec![change]),
             (None, Some(more), Some(change)) => change.push(more.trim_start()),
@@ -95,6 +99,8 @@ mod tests {
         for wrong in ["## 0.1.0\n\n* a\n", "## 0.1.0 (2026-11-26)\nwords\n", "## 0.1.0 (2026-11-26)\n"] {
             assert!(entries(wrong).is_err(), "{wrong}");
         }
+        let long = |chars: usize| format!("## 0.1.0 (2026-11-26)\n\n* {}\n", "a".repeat(chars));
+        assert!(entries(&long(76)).is_ok() && entries(&long(77)).is_err());
     }
 
     #[test]
