@@ -12,8 +12,6 @@ use std::thread;
 use anyhow::{Context as _, Result, bail, ensure};
 use serde::Deserialize;
 
-use crate::sanitize::LIB;
-
 /// How many tests passed and failed.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
@@ -43,6 +41,9 @@ pub fn cargo() -> Command {
     command.stdin(Stdio::null());
     command
 }
+
+/// The suite of a package's unit tests.
+pub const LIB: &str = "lib";
 
 /// A program of tests that cargo has built.
 pub struct TestProgram {

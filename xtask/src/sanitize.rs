@@ -13,7 +13,7 @@ use std::process::Command;
 use anyhow::{Context as _, Result, bail};
 use clap::ValueEnum;
 
-use crate::cargo::{self, Counts, Outcome, output};
+use crate::cargo::{self, Counts, LIB, Outcome, output};
 
 /// With an explicit target, the flags do not reach build scripts and macros: those are there from
 /// the other builds.
@@ -90,8 +90,6 @@ const WHERE_MEMORY_IS_UNCHECKED: [InGate; 6] = [
     ("freestone-vhost-user", "conformance", &[]),
 ];
 
-/// The suite of a package's unit tests.
-pub const LIB: &str = "lib";
 /// Between the flags of `CARGO_ENCODED_RUSTFLAGS`, which may hold paths with blanks.
 const ENCODED_SEPARATOR: &str = "\u{1f}";
 /// What an instrumented `AtomicU64::fetch_sub` calls; `std_sync.c` wraps it too.

@@ -118,8 +118,7 @@ impl Step {
             Self::Least => clippy(&["--package", "freestone-cli", "--no-default-features"]),
             Self::Doc => cargo::run(documented(&mut with(cargo(), &["doc", "--workspace"]))),
             Self::Test => cargo::run(cargo::tests().args(["--workspace", "--no-fail-fast"])),
-            // The release build as users have it: what is counted is what they run, inlining across
-            // crates included.
+            // The release build: inlining across crates is part of what is counted.
             Self::Gate => bench(&["gate".into()]).map(|ok| Outcome { ok, counts: Counts::default() }),
             Self::Torture => torture::gate(),
             Self::Mutants => torture::mutants(&[]),

@@ -10,8 +10,8 @@ use super::arch::Arch;
 use super::{NAME, fresh};
 use crate::cargo::{cargo, output, target_dir};
 
-/// The profile that packages are built with: the one that the instruction gate counts.
-const PROFILE: &str = "release";
+/// The profile that packages are built with.
+const PROFILE: &str = "dist";
 
 /// What a program is taken apart into.
 pub struct Parts {
