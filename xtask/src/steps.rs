@@ -1,5 +1,6 @@
 //! The gate: its steps in order, the time each takes, and the count at the end.
 
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -146,10 +147,8 @@ impl Step {
                     &["lab/run-systemd.sh"],
                 ])
             }),
-            Self::Ceph => packages::ensure(&packages::SLOW_TOOLS).and_then(|()| lab(&[&["lab/run-ceph.sh"]])),
-            Self::PackagesRest => {
-                packages::ensure(&packages::SLOW_TOOLS).and_then(|()| lab(&[&["lab/run-packages.sh"]]))
-            }
+            Self::Ceph => slow_script("lab/run-ceph.sh"),
+            Self::PackagesRest => slow_script("lab/run-packages.sh"),
             Self::Models => models(),
             Self::Tsan => sanitize::run(Sanitizer::Thread, Extent::Gate),
             Self::Asan => sanitize::run(Sanitizer::Address, Extent::Gate),
@@ -159,20 +158,30 @@ impl Step {
     }
 }
 
-/// Calls scripts, for the programs that the tests of the workspace have.
+/// Calls scripts of the lab, for the programs that the tests of the workspace have.
 fn lab(runs: &[&[&str]]) -> Result<Outcome> {
     let Some(programs) = cargo::workspace_programs()? else { return Ok(Outcome::default()) };
+    let names = [("FREESTONE", "freestone"), ("TORTURE", "freestone-torture")];
+    scripts(runs, &names.map(|(variable, program)| (variable, programs.join(program))))
+}
+
+/// Calls scripts with variables.
+fn scripts(runs: &[&[&str]], variables: &[(&str, PathBuf)]) -> Result<Outcome> {
     let (mut ok, mut counts) = (true, Counts::default());
     for run in runs {
         let mut script = Command::new(run[0]);
-        script.args(&run[1..]).stdin(Stdio::null());
-        script.env("FREESTONE", programs.join("freestone"));
-        script.env("TORTURE", programs.join("freestone-torture"));
+        script.args(&run[1..]).envs(variables.iter().cloned()).stdin(Stdio::null());
         let passed = cargo::run(&mut script)?.ok;
         counts += Counts { passed: u64::from(passed), failed: u64::from(!passed) };
         ok &= passed;
     }
     Ok(Outcome { ok, counts })
+}
+
+/// Calls a script that builds what it needs, with the tools of the slow lane.
+fn slow_script(path: &str) -> Result<Outcome> {
+    packages::ensure(&packages::SLOW_TOOLS)?;
+    scripts(&[&[path]], &[])
 }
 
 fn clippy(what: &[&str]) -> Result<Outcome> {
