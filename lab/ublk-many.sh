@@ -9,17 +9,19 @@ modprobe ublk_drv ublks_max=$((COUNT + 8))
 mkdir -p /tmp/lab; cd /tmp/lab
 wrong() { echo "FAIL $1"; cat err; exit 1; }
 of_server() { awk -v key="$1:" '$1 == key { print $2 }' /proc/$server/status; }
+# Without the kernel's workers of io_uring: Linux 6.12 leaves one for each.
+threads_of_server() { cat /proc/$server/task/*/comm | grep -vc '^iou-wrk-'; }
 now() { cut -d' ' -f1 /proc/uptime; }
 of_machine() { awk '/^MemAvailable/ { print $2 }' /proc/meminfo; }
 
 freestone serve r=ram,disksize=64M,publish=no >out 2>err & server=$!; freestone wait --timeout 2m || wrong "no server"
 freestone snapshot r base >/dev/null
 freestone fork base job-%n --count $COUNT >/dev/null
-rss=$(of_server RssAnon) size=$(of_server VmSize) threads=$(of_server Threads) free=$(of_machine) began=$(now)
+rss=$(of_server RssAnon) size=$(of_server VmSize) threads=$(threads_of_server) free=$(of_machine) began=$(now)
 for n in $(seq 0 $((COUNT - 1))); do freestone publish job-$n --ublk --queues 1 >>disks || wrong "publish job-$n"; done
 seconds=$(echo "$(now) $began" | awk '{ print $1 - $2 }')
 each() { echo $((($1 - $2) / COUNT)); }
-rss=$(each $(of_server RssAnon) $rss) size=$(each $(of_server VmSize) $size) threads=$(each $(of_server Threads) $threads)
+rss=$(each $(of_server RssAnon) $rss) size=$(each $(of_server VmSize) $size) threads=$(each $(threads_of_server) $threads)
 echo "     each block device: memory of the server $rss KiB, addresses $size KiB, threads $threads; of the machine" \
   "$(each $free $(of_machine)) KiB; all are there in $seconds s"
 [ "$(sort -u disks | wc -l)" = $COUNT ] || wrong "not $COUNT block devices"
