@@ -110,8 +110,9 @@ calls() { # system calls of a queue, at depth 32
   counted
   [ $ENTERED -gt 0 ] && [ $ENTERED -lt $REQUESTS ] && passed "fewer calls than requests" || failed "a call for each request"
   counted --iodepth_batch_submit=8 --iodepth_batch_complete_min=1 --iodepth_batch_complete_max=16
-  [ $ENTERED -gt 0 ] && [ $((ENTERED*10)) -le $REQUESTS ] && passed "at most one call for ten requests" \
-    || failed "more than one call for ten requests"
+  # Eight come at once: with a call for each eight, and some on the way, a slow queue is as good as it can be.
+  [ $ENTERED -gt 0 ] && [ $((ENTERED*7)) -le $REQUESTS ] && passed "at most one call for seven requests" \
+    || failed "more than one call for seven requests"
   end; }
 
 growth() {
