@@ -5,6 +5,7 @@
 //! `ThreadSanitizer` what it cannot see for that, xtask/asan/ tells which leaks are meant. The C
 //! code of the codecs is not instrumented either.
 
+use std::collections::BTreeSet;
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -210,15 +211,15 @@ pub fn run(sanitizer: Sanitizer, extent: Extent) -> Result<Outcome> {
     let mut build = cargo::tests();
     build.args(["--target", TARGET, "--no-run"]);
     build.env("RUSTC_BOOTSTRAP", "1").env("CARGO_ENCODED_RUSTFLAGS", flags.join(ENCODED_SEPARATOR));
-    for (at, Suite { package, name, .. }) in suites.iter().enumerate() {
-        if suites[..at].iter().all(|before| before.package != *package) {
-            build.args(["--package", package]);
-        }
-        match suites[..at].iter().any(|before| before.name == *name) {
-            // Cargo takes each once, for all packages.
-            true => &mut build,
-            false if name == LIB => build.arg("--lib"),
-            false => build.args(["--test", name]),
+    let packages: BTreeSet<&str> = suites.iter().map(|suite| suite.package).collect();
+    build.args(packages.iter().flat_map(|package| ["--package", package]));
+    // Cargo takes each once, for all packages.
+    let names: BTreeSet<&str> = suites.iter().map(|suite| suite.name.as_str()).collect();
+    for name in names {
+        if name == LIB {
+            build.arg("--lib")
+        } else {
+            build.args(["--test", name])
         };
     }
     let Some(programs) = cargo::test_programs(&mut build)? else {

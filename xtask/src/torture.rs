@@ -77,7 +77,8 @@ pub fn run(mode: Option<Mode>, seed: Option<u64>, minutes: f64) -> Result<bool> 
     let share = minutes * 60.0 / modes.len() as f64;
     let mut all_went_well = true;
     for mode in modes {
-        all_went_well &= torture(mode, seed, share as u64, None, None)?.success();
+        let run = Run { mode, seed, seconds: share as u64, runs: None, mutant: None };
+        all_went_well &= run.on(&run.build()?)?.success();
     }
     Ok(all_went_well)
 }
@@ -98,7 +99,9 @@ pub fn gate() -> Result<Outcome> {
 
 /// More seeds of servers that are started again.
 pub fn lives() -> Result<Outcome> {
-    let passed = torture(Mode::Lives, Some(GATE_SEED), LIVES_SECONDS, None, None)?.success();
+    let run =
+        Run { mode: Mode::Lives, seed: Some(GATE_SEED), seconds: LIVES_SECONDS, runs: None, mutant: None };
+    let passed = run.on(&run.build()?)?.success();
     Ok(Outcome { ok: passed, counts: Counts { passed: u64::from(passed), failed: u64::from(!passed) } })
 }
 
@@ -134,17 +137,7 @@ pub fn mutants(only: &[String]) -> Result<Outcome> {
 
 /// With a fault put back, or, in the same build, with none.
 fn torture_faulty(mode: Mode, seconds: u64, mutant: &str) -> Result<ExitStatus> {
-    torture(mode, Some(GATE_SEED), seconds, None, Some(mutant))
-}
-
-fn torture(
-    mode: Mode,
-    seed: Option<u64>,
-    seconds: u64,
-    runs: Option<u64>,
-    mutant: Option<&str>,
-) -> Result<ExitStatus> {
-    let run = Run { mode, seed, seconds, runs, mutant };
+    let run = Run { mode, seed: Some(GATE_SEED), seconds, runs: None, mutant: Some(mutant) };
     run.on(&run.build()?)
 }
 
@@ -164,17 +157,14 @@ impl Run<'_> {
         let mut cfgs = Vec::new();
         cfgs.extend((self.mode == Mode::Exact).then_some(SIMULATION));
         cfgs.extend(self.mutant.map(|_| FAULTS));
-        let mut packages = vec!["freestone-torture"];
-        packages.extend(self.needs_program().then_some("freestone-cli"));
-        let mut programs = PathBuf::new();
-        for package in packages {
-            let (mut command, dir) =
-                if cfgs.is_empty() { (cargo(), cargo::target_dir()) } else { cargo::with_cfgs(&cfgs)? };
-            let built = cargo::run(command.args(["build", "--package", package]))?.ok;
-            anyhow::ensure!(built, "{package} does not build");
-            programs = dir.join("debug");
+        let (mut command, dir) =
+            if cfgs.is_empty() { (cargo(), cargo::target_dir()) } else { cargo::with_cfgs(&cfgs)? };
+        command.args(["build", "--package", "freestone-torture"]);
+        if self.needs_program() {
+            command.args(["--package", "freestone-cli"]);
         }
-        Ok(programs)
+        anyhow::ensure!(cargo::run(&mut command)?.ok, "the {} torture does not build", self.mode.name());
+        Ok(dir.join("debug"))
     }
 
     fn needs_program(&self) -> bool {
