@@ -1,6 +1,6 @@
 //! Drives for tests, and what lies over other devices to test those who use them: [`null`] devices,
-//! [`zone`]s, [`faults`], loss of [`power`], and a layer that can be shut ([`quiesce`]). Their
-//! settings have sizes and times, as people type them ([`quantity`]).
+//! [`zone`]s, [`faults`], loss of [`power`], and a layer that can be shut ([`quiesce`]), and views
+//! of a device ([`view`]). Their settings have sizes and times, as people type them ([`quantity`]).
 
 #![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
 
@@ -14,6 +14,8 @@ pub mod power;
 pub mod quantity;
 #[cfg(not(loom))]
 pub mod quiesce;
+#[cfg(not(loom))]
+pub mod view;
 #[cfg(not(loom))]
 pub mod zone;
 

@@ -13,7 +13,7 @@ pub use freestone_core::{
     PAGE_BYTES, budget, consistency_group, device, limits, mutants, places, plug, replace,
 };
 pub use freestone_cow::cow;
-pub use freestone_drive::{faults, null, power, quantity, quiesce, zone};
+pub use freestone_drive::{faults, null, power, quantity, quiesce, view, zone};
 pub use freestone_image::{file, qcow2};
 pub use freestone_ram::{codec, keep, ram, save};
 pub use freestone_store as store;

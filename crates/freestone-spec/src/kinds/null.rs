@@ -16,8 +16,8 @@ use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, SECTOR_BYTES, joined, parse_bool, parse_length, parse_sectors};
 use crate::layers::{Below, Drive, FAULT_KEYS, ZONE_KEYS, bad_ranges, parse_badblocks, parse_cache};
 use crate::refusal::{Errno, Refusal};
-use crate::shape::Shaped;
 use crate::size::{self, exact};
+use freestone::view::Shaped;
 
 pub(super) const NAME: &str = "null";
 /// Keys that are attributes of every null device.

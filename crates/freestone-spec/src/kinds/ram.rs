@@ -15,9 +15,9 @@ use crate::family::{self, FamilySpec, parse_batch, parse_units};
 use crate::full::{self, FullChange};
 use crate::keys::{Keys, joined, parse_bool, parse_disksize, parse_limit};
 use crate::path_text;
-use crate::readonly::ReadOnly;
 use crate::refusal::{Errno, Refusal};
 use crate::size;
+use freestone::view::ReadOnly;
 
 pub(super) const NAME: &str = "ram";
 const KEYS: [&str; 36] = joined(&["disksize", "readonly", "on_lost", "keep"], &family::KEYS, &LAYER_KEYS);

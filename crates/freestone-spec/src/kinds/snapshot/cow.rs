@@ -19,8 +19,8 @@ use crate::family;
 use crate::files::open;
 use crate::keys::joined;
 use crate::path_text;
-use crate::readonly::ReadOnly;
 use crate::refusal::{Errno, Refusal};
+use freestone::view::ReadOnly;
 
 /// One that is ready.
 pub(super) struct PendingCow {

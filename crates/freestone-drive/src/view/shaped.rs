@@ -1,26 +1,28 @@
-//! A device that looks otherwise than what is below it: other blocks, another largest request.
+//! A view of a device with another block size, discard granularity or largest request.
 
 use std::sync::Arc;
 
-use freestone::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Op, Request, Result, Tried};
+use freestone_core::device::{
+    Buffer, Completion, Device, Extent, Geometry, IoBuf, Op, Request, Result, Tried,
+};
 
-/// A device of a fixed size with a geometry of its own, whose blocks are not smaller than those
-/// below.
+/// A device with the size and content of another, and a geometry of its own. Its logical blocks must
+/// not be smaller than those of the device below.
 pub struct Shaped {
     inner: Arc<dyn Device>,
     geometry: Geometry,
 }
 
 impl Shaped {
-    /// Shows `inner` as `change` has it.
+    /// Wraps `inner`, whose geometry `change` adapts.
     pub fn new(inner: Arc<dyn Device>, change: impl FnOnce(&mut Geometry)) -> Self {
         let mut geometry = inner.geometry();
         change(&mut geometry);
         Self { inner, geometry }
     }
 
-    /// A discard frees nothing where none is offered.
-    fn is_vain(&self, request: &Request) -> bool {
+    /// Returns true if the request is a discard and the view offers none: discards then succeed without effect.
+    fn is_ignored(&self, request: &Request) -> bool {
         request.op == Op::Discard && self.geometry.discard_granularity == 0
     }
 }
@@ -32,13 +34,13 @@ impl Device for Shaped {
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         request.check(&self.geometry)?;
-        if self.is_vain(request) { Ok(Tried::Done) } else { self.inner.try_io(request, buffer) }
+        if self.is_ignored(request) { Ok(Tried::Done) } else { self.inner.try_io(request, buffer) }
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
         match request.check(&self.geometry) {
             Err(error) => done.complete(Err(error), buffer),
-            Ok(()) if self.is_vain(&request) => done.complete(Ok(()), buffer),
+            Ok(()) if self.is_ignored(&request) => done.complete(Ok(()), buffer),
             Ok(()) => self.inner.submit(request, buffer, done),
         }
     }
@@ -56,13 +58,13 @@ impl Device for Shaped {
 mod tests {
     use std::sync::Arc;
 
-    use freestone::device::{Blocking as _, Device, Error, Flags};
-    use freestone::ram::{Config, Ram};
+    use freestone_core::device::{Blocking as _, Device, Error, Flags};
+    use freestone_ram::ram::{Config, Ram};
 
     use super::Shaped;
 
     #[test]
-    fn it_is_what_it_looks_like() {
+    fn shaped_enforces_its_own_geometry() {
         let ram = Ram::new(Config { disksize: 1 << 20, ..Config::default() }).unwrap();
         let device = Shaped::new(Arc::new(ram), |geometry| {
             geometry.logical_block = 4096;

@@ -1,12 +1,12 @@
-//! A device of which its users see that they only read.
+//! Read-only view of a device.
 
 use std::sync::Arc;
 
-use freestone::device::{
+use freestone_core::device::{
     Buffer, Changes, Completion, Device, Extent, Geometry, IoBuf, Request, Result, Tried,
 };
 
-/// A device that takes no writes.
+/// Rejects writes and discards, and reports itself as read-only.
 pub struct ReadOnly(pub Arc<dyn Device>);
 
 impl Device for ReadOnly {
@@ -43,13 +43,13 @@ impl Device for ReadOnly {
 mod tests {
     use std::sync::Arc;
 
-    use freestone::device::{Blocking as _, Error, Flags};
-    use freestone::ram::{Config, Ram};
+    use freestone_core::device::{Blocking as _, Error, Flags};
+    use freestone_ram::ram::{Config, Ram};
 
     use super::ReadOnly;
 
     #[test]
-    fn writes_are_refused_and_reads_go_through() {
+    fn read_only_rejects_writes_and_passes_reads() {
         let ram = Ram::new(Config { disksize: 8192, ..Config::default() }).unwrap();
         ram.write_at(4096, &[7; 4096], Flags::empty()).unwrap();
         let device = ReadOnly(Arc::new(ram.clone()));
