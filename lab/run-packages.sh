@@ -1,6 +1,6 @@
 #!/bin/bash
 # run-packages.sh [PART...] - the Debian packages, as cargo xtask package makes them, which it does first:
-#   lintian    has no error and no warning for them
+#   lintian    reports no error and no warning for the packages of the other parts
 #   root       in a clean root (minbase): installed, a server as its own user, a client, installed anew under the server, removed,
 #              purged; nothing is left
 #   arm64      the program of that package in an emulator (qemu-user): devices of several kinds, codecs, TLS, verbs, the end
@@ -13,8 +13,9 @@ cd "$(dirname "$0")/.."
 debs=${DEBS:-${CARGO_TARGET_DIR:-target}/package}
 [ $# -gt 0 ] || set -- lintian root arm64 container
 if [ -z "${DEBS:-}" ]; then
-  cargo xtask package
-  case " $* " in *\ lintian\ * | *\ arm64\ *) cargo xtask package --arch arm64 ;; esac
+  rm -rf "$debs"
+  case " $* " in *\ root\ * | *\ container\ *) cargo xtask package ;; esac
+  case " $* " in *\ arm64\ *) cargo xtask package --arch arm64 ;; esac
 fi
 dir=$(mktemp -d); server=
 end() {

@@ -21,6 +21,9 @@ const CALLBACKS: [(&str, &str); 3] = [
 fn main() -> Result<()> {
     println!("cargo:rerun-if-env-changed={SOURCE_VARIABLE}");
     println!("cargo:rerun-if-changed=build.rs");
+    if env::var_os("CARGO_FEATURE_ENGINE").is_none() {
+        return Ok(());
+    }
     println!("cargo:rerun-if-changed=src/engine.c");
     println!("cargo:rerun-if-changed=src/engine.h");
     // fio unloads an engine when a job ends; threads of devices and destructors of threads may

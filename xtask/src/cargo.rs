@@ -1,5 +1,6 @@
 //! Runs cargo and other commands, shows what they print and counts the tests that ran.
 
+use std::fmt;
 use std::fs::{self, Permissions};
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::num::NonZero;
@@ -12,33 +13,70 @@ use std::thread;
 use anyhow::{Context as _, Result, bail, ensure};
 use serde::Deserialize;
 
-/// How many tests passed and failed.
+/// Numbers of tests by result.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
     pub passed: u64,
     pub failed: u64,
+    /// Tests that need a package which is not installed.
+    pub left_out: u64,
+}
+
+impl Counts {
+    /// Counts one test.
+    pub fn one(passed: bool) -> Self {
+        Self { passed: u64::from(passed), failed: u64::from(!passed), left_out: 0 }
+    }
 }
 
 impl AddAssign for Counts {
     fn add_assign(&mut self, other: Self) {
         self.passed += other.passed;
         self.failed += other.failed;
+        self.left_out += other.left_out;
     }
 }
 
-/// What a command came to.
-#[derive(Debug, Default, Clone, Copy)]
-pub struct Outcome {
-    /// It ended with status 0.
-    pub ok: bool,
-    /// The tests it ran.
-    pub counts: Counts,
+/// The closing line of the gate: continuous integration reads it.
+impl fmt::Display for Counts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} passed, {} failed", self.passed, self.failed)?;
+        if self.left_out > 0 { write!(f, ", {} skipped", self.left_out) } else { Ok(()) }
+    }
 }
 
-/// The cargo that runs us, for another command in the same workspace.
+/// Result of a command or a step.
+#[derive(Debug, Default, Clone)]
+pub struct Outcome {
+    /// True if the command ended with status 0.
+    pub ok: bool,
+    pub counts: Counts,
+    /// Names of what needs a package that is not installed, with the package.
+    pub left_out: Vec<String>,
+}
+
+impl Outcome {
+    /// An outcome without tests.
+    pub fn of(ok: bool) -> Self {
+        Self { ok, ..Self::default() }
+    }
+
+    /// Adds what another command did.
+    pub fn add(&mut self, other: Self) {
+        self.ok &= other.ok;
+        self.counts += other.counts;
+        self.left_out.extend(other.left_out);
+    }
+}
+
+/// The cargo that runs us, for another command in the same workspace. Unless the environment says otherwise, its
+/// builds are not incremental: that takes a third of a first build, and the gate builds once.
 pub fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.stdin(Stdio::null());
+    if std::env::var_os("CARGO_INCREMENTAL").is_none() {
+        command.env("CARGO_INCREMENTAL", "0");
+    }
     command
 }
 
@@ -47,19 +85,19 @@ pub const LIB: &str = "lib";
 
 /// A program of tests that cargo has built.
 pub struct TestProgram {
-    /// The package, by its directory.
     pub package: String,
-    /// Of tests/, or [`LIB`].
+    /// Name of the file or directory below tests/, or [`LIB`] for unit tests.
     pub suite: String,
     directory: PathBuf,
     executable: PathBuf,
 }
 
 impl TestProgram {
-    /// Runs it as `cargo test` does.
+    /// Returns the command that runs the program where `cargo test` does.
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.executable);
-        command.current_dir(&self.directory).env("RUST_TEST_THREADS", test_threads()).stdin(Stdio::null());
+        command.current_dir(&self.directory).stdin(Stdio::null());
+        command.env("RUST_TEST_THREADS", tests_at_once().to_string());
         command
     }
 }
@@ -67,9 +105,16 @@ impl TestProgram {
 /// What cargo says of something that it has built.
 #[derive(Deserialize)]
 struct Artifact {
+    package_id: String,
     manifest_path: PathBuf,
     target: Target,
+    profile: Profile,
     executable: Option<PathBuf>,
+}
+
+#[derive(Deserialize)]
+struct Profile {
+    test: bool,
 }
 
 #[derive(Deserialize)]
@@ -90,39 +135,52 @@ pub fn test_programs(command: &mut Command) -> Result<Option<Vec<TestProgram>>> 
     let mut programs = Vec::new();
     // Other messages have other fields.
     let messages = output.stdout.split(|&byte| byte == b'\n');
-    for Artifact { manifest_path, target, executable } in
+    for Artifact { package_id, manifest_path, target, executable, profile } in
         messages.filter_map(|m| serde_json::from_slice(m).ok())
     {
         let (Some(executable), Some(directory)) = (executable, manifest_path.parent()) else { continue };
+        if !profile.test {
+            continue;
+        }
         let is_lib = target.kind.iter().any(|kind| kind == LIB);
         let suite = if is_lib { LIB.to_owned() } else { target.name };
-        let package = directory.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let package = package_name(&package_id).to_owned();
         programs.push(TestProgram { package, suite, directory: directory.to_owned(), executable });
     }
     Ok(Some(programs))
 }
 
-/// Where the programs of the workspace are, built with the features that its tests have: after those
-/// there is nothing to build. Nothing where the build fails.
-pub fn workspace_programs() -> Result<Option<PathBuf>> {
-    let built = run(tests().args(["--workspace", "--no-run"]))?.ok;
-    Ok(built.then_some(std::path::absolute(target_dir())?.join("debug")))
+/// Returns the name in a package id of cargo: `path+file:///DIR#NAME@VERSION`, or `#VERSION` where the directory
+/// is called as the package.
+fn package_name(id: &str) -> &str {
+    let (path, rest) = id.rsplit_once('#').unwrap_or(("", id));
+    match rest.split_once('@') {
+        Some((name, _)) => name,
+        None => path.rsplit('/').next().unwrap_or(rest),
+    }
 }
 
-/// Tests of a program that run at once, for each CPU: most of their time many wait, for a slow
-/// disk, a timer or a server.
+/// Tests that run at a time for each CPU. Most of their time many wait for a slow disk, a timer or a server.
 const TESTS_PER_CPU: usize = 3;
 
-/// `cargo test`.
-pub fn tests() -> Command {
-    let mut command = cargo();
-    command.arg("test").env("RUST_TEST_THREADS", test_threads());
-    command
+/// Number of tests that run at a time.
+pub fn tests_at_once() -> usize {
+    thread::available_parallelism().map_or(1, NonZero::get) * TESTS_PER_CPU
 }
 
-fn test_threads() -> String {
-    let cpus = thread::available_parallelism().map_or(1, NonZero::get);
-    (cpus * TESTS_PER_CPU).to_string()
+/// Has clippy compile the packages of the workspace, so that one build lints and makes the programs. A lint that
+/// complains is an error.
+pub fn linted(command: &mut Command) -> Result<&mut Command> {
+    let cargo = std::env::var_os("CARGO").map_or_else(|| PathBuf::from("cargo"), PathBuf::from);
+    let driver = cargo.with_file_name("clippy-driver");
+    ensure!(
+        driver.is_file() || cargo.parent() == Some(Path::new("")),
+        "no clippy beside {}",
+        cargo.display()
+    );
+    command.env("RUSTC_WORKSPACE_WRAPPER", driver);
+    // The form in which cargo-clippy passes arguments to its driver.
+    Ok(command.env("CLIPPY_ARGS", "-Dwarnings__CLIPPY_HACKERY__"))
 }
 
 /// A cargo for a build in which the packages of the workspace, and no others, have these cfgs:
@@ -153,11 +211,9 @@ pub fn target_dir() -> PathBuf {
 
 /// Runs commands one after the other, all of them even if one fails.
 pub fn run_each(commands: impl IntoIterator<Item = Command>) -> Result<Outcome> {
-    let mut sum = Outcome { ok: true, counts: Counts::default() };
+    let mut sum = Outcome::of(true);
     for mut command in commands {
-        let Outcome { ok, counts } = run(&mut command)?;
-        sum.ok &= ok;
-        sum.counts += counts;
+        sum.add(run(&mut command)?);
     }
     Ok(sum)
 }
@@ -181,7 +237,7 @@ pub fn run(command: &mut Command) -> Result<Outcome> {
     if !status.success() {
         println!("{}: {status}", line(command));
     }
-    Ok(Outcome { ok: status.success(), counts })
+    Ok(Outcome { counts, ..Outcome::of(status.success()) })
 }
 
 /// What is in the tree, whether git knows it yet or not, but for what is ignored.
@@ -229,7 +285,7 @@ fn result_line(line: &str) -> Option<Counts> {
         let before = rest.split(what).next().filter(|before| before.len() < rest.len())?;
         before.trim_end().rsplit(' ').next()?.parse().ok()
     };
-    Some(Counts { passed: number(" passed;")?, failed: number(" failed;")? })
+    Some(Counts { passed: number(" passed;")?, failed: number(" failed;")?, left_out: 0 })
 }
 
 #[cfg(test)]
@@ -239,7 +295,7 @@ mod tests {
     #[test]
     fn results_are_read() {
         let line = "test result: FAILED. 12 passed; 3 failed; 0 ignored; 0 measured; 7 filtered out; finished in 0.1s";
-        assert_eq!(result_line(line), Some(Counts { passed: 12, failed: 3 }));
+        assert_eq!(result_line(line), Some(Counts { passed: 12, failed: 3, left_out: 0 }));
         let line = "test result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out";
         assert_eq!(result_line(line), Some(Counts::default()));
         assert_eq!(result_line("test result: unknown"), None);

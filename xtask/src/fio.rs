@@ -21,11 +21,21 @@ const APT_DIR: &str = "/etc/apt";
 /// What a try line runs.
 const TRY: &str = "--device=ram0=ram,disksize=64M --rw=randrw --verify=crc32c --iodepth=32";
 
+/// The feature that builds the engine.
+pub const FEATURE: &str = "freestone-fio/engine";
+
+/// Returns true if the engine can be built: fio is installed, and its source is there.
+pub fn is_ready() -> bool {
+    env::var_os(SOURCE_VARIABLE).is_some()
+        || output(Command::new("fio").arg("--version"))
+            .is_ok_and(|version| Path::new(SOURCES).join(version).join(CONFIGURED).is_file())
+}
+
 /// Fetches the source where it is missing, builds the engine for release, says how it is used.
 pub fn run() -> Result<bool> {
     source()?;
     let mut build = cargo();
-    build.args(["build", "--release", "--package", "freestone-fio"]);
+    build.args(["build", "--release", "--package", "freestone-fio", "--features", "engine"]);
     if !build.status().context("cannot start cargo")?.success() {
         return Ok(false);
     }

@@ -1,29 +1,35 @@
-//! Freestone's development commands. `cargo xtask test` is the whole gate; the other verbs are
-//! parts of it.
+//! Freestone's development commands. `cargo xtask test` is what every change has to pass, `cargo xtask gate` the
+//! rest of what continuous integration runs.
 
 mod bench;
 mod cargo;
+mod content;
 mod docs;
 mod failures;
 mod fio;
+mod gate;
+mod instructions;
 mod package;
 mod packages;
+mod record;
 mod sanitize;
-mod slow;
 mod steps;
+mod suites;
 mod tidy;
 mod torture;
 mod variants;
+mod workspace;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use clap::{Parser, Subcommand, ValueEnum as _};
 
 use sanitize::Sanitizer;
-use steps::Step;
+use steps::{Lane, Step, Verdict};
 
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask", about = "Freestone's development commands")]
@@ -35,17 +41,30 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run the checks and tests that every change has to pass; install the Debian packages they
-    /// need first
+    /// need first. Exit status: 0 if all passed, 1 if any failed, 3 if all that ran passed and something was left
+    /// out because a package is missing
     Test {
-        /// Run these steps only; may be given several times
+        /// Run these steps only, of any lane; may be given several times
         #[arg(long, value_name = "STEP", value_enum)]
         only: Vec<Step>,
-        /// Run the slow lane as well: what is rare and takes long
+        /// Run the gate and the whole slow lane as well
         #[arg(long, conflicts_with = "only")]
         all: bool,
         /// List the steps
         #[arg(long)]
         list: bool,
+    },
+    /// Run what continuous integration runs beyond the tests: instruction counts, a short lab, sanitizers, and pieces
+    /// of the slow lane, those that ran longest ago first
+    Gate {
+        /// Start no piece of the slow lane that is expected to end later than this
+        #[arg(long, default_value_t = 30.0)]
+        minutes: f64,
+    },
+    /// Merge the record that a gate printed into xtask/record.json
+    Record {
+        /// File with the output of the gate
+        file: String,
     },
     /// Run the loom models: every interleaving of the lock protocols
     Models,
@@ -89,10 +108,14 @@ enum Command {
     },
 }
 
+/// Exit status if everything that ran has passed, and something was left out.
+const INCOMPLETE: u8 = 3;
+
 fn main() -> ExitCode {
     match run(Cli::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
+        Ok(Verdict::Passed) => ExitCode::SUCCESS,
+        Ok(Verdict::Failed) => ExitCode::FAILURE,
+        Ok(Verdict::Incomplete) => ExitCode::from(INCOMPLETE),
         Err(error) => {
             eprintln!("xtask: {error:#}");
             ExitCode::FAILURE
@@ -100,40 +123,39 @@ fn main() -> ExitCode {
     }
 }
 
-/// Tells whether all went well.
-fn run(cli: Cli) -> Result<bool> {
+fn run(cli: Cli) -> Result<Verdict> {
     // Cargo runs us in the directory of the caller; the workspace's root is where all paths start.
     let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize();
     let root = root.context("the workspace that xtask was built in is gone")?;
     std::env::set_current_dir(&root).with_context(|| format!("cannot enter {}", root.display()))?;
-    let is_gate = matches!(cli.command, Command::Test { .. });
     let steps = match cli.command {
         Command::Test { list: true, .. } => {
             steps::list();
-            return Ok(true);
+            return Ok(Verdict::Passed);
         }
         Command::Test { all: true, .. } => Step::value_variants().to_vec(),
+        Command::Test { only, .. } if only.is_empty() => steps::of_lane(Lane::Test),
         Command::Test { only, .. } => steps::chosen(&only),
+        Command::Gate { minutes } => {
+            return gate::run(Duration::try_from_secs_f64(60.0 * minutes).context("--minutes")?);
+        }
+        Command::Record { file } => return record::merge(&file).map(|()| Verdict::Passed),
         Command::Models => vec![Step::Models],
-        Command::Sanitize { sanitizer: Some(Sanitizer::Thread) } => vec![Step::Tsan, Step::TsanRest],
-        Command::Sanitize { sanitizer: Some(Sanitizer::Address) } => vec![Step::Asan, Step::AsanRest],
-        Command::Sanitize { sanitizer: None } => {
-            vec![Step::Tsan, Step::TsanRest, Step::Asan, Step::AsanRest]
-        }
-        Command::Torture { mutants: Some(names), .. } => return Ok(torture::mutants(&names)?.ok),
-        Command::Torture { mode, seed, minutes, .. } => return torture::run(mode, seed, minutes),
+        Command::Sanitize { sanitizer } => steps::of_sanitizer(sanitizer),
+        Command::Torture { mutants: Some(names), .. } => return Ok(torture::mutants(&names)?.ok.into()),
+        Command::Torture { mode, seed, minutes, .. } => return Ok(torture::run(mode, seed, minutes)?.into()),
         Command::Tidy => vec![Step::Tidy],
-        Command::Fio => return fio::run(),
-        Command::Package { arch } => return package::run(arch),
+        Command::Fio => return Ok(fio::run()?.into()),
+        Command::Package { arch } => return Ok(package::run(arch)?.into()),
         Command::Bench { args } if args.first().is_some_and(|name| name == "docs") => {
-            return docs::command(&args[1..]);
+            return Ok(docs::command(&args[1..])?.into());
         }
-        Command::Bench { args } => return bench::bench(&args),
+        Command::Bench { args } => return Ok(bench::bench(&args)?.into()),
     };
-    let done = steps::run(&steps)?;
-    slow::record(&done)?;
-    if is_gate {
-        slow::tell();
+    let start = Instant::now();
+    let done = steps::run_all(&steps, start)?;
+    for done in &done {
+        gate::record(done)?;
     }
-    Ok(done.iter().all(|done| done.ok))
+    Ok(steps::summary(&done, start, &[]))
 }

@@ -11,43 +11,18 @@ use crate::cargo::output;
 /// A program, or a file by its whole path, and the package that it comes from; of another architecture it is `NAME:ARCH`.
 pub type Tool = (&'static str, &'static str);
 
-/// What a test runs, and the package it comes from. `cc` builds the C codecs, so it is there
-/// already.
-pub const TOOLS: [Tool; 43] = [
-    ("fio", "fio"),
-    // For its source, which the engine is built against.
-    ("dpkg-source", "dpkg-dev"),
-    ("nbdinfo", "libnbd-bin"),
-    ("nbdcopy", "libnbd-bin"),
-    ("nbdfuse", "nbdfuse"),
-    ("fusermount3", "fuse3"),
-    ("qemu-img", "qemu-utils"),
-    ("qemu-io", "qemu-utils"),
-    // Benchmarks measure these beside ours.
-    ("qemu-nbd", "qemu-utils"),
-    ("nbdkit", "nbdkit"),
-    ("mke2fs", "e2fsprogs"),
-    ("e2fsck", "e2fsprogs"),
-    ("mount", "mount"),
-    ("umount", "mount"),
-    ("losetup", "mount"),
-    ("tar", "tar"),
-    ("diff", "diffutils"),
-    ("mountpoint", "util-linux"),
-    ("nsenter", "util-linux"),
-    ("blkdiscard", "util-linux"),
-    // Zoned block devices, and file systems on these and others.
-    ("blkzone", "util-linux"),
-    ("mkfs.xfs", "xfsprogs"),
-    ("mkfs.f2fs", "f2fs-tools"),
-    ("fsck.f2fs", "f2fs-tools"),
-    ("mkfs.btrfs", "btrfs-progs"),
-    ("btrfs", "btrfs-progs"),
-    // The gate counts instructions.
-    ("valgrind", "valgrind"),
-    // Probes.
-    ("gdb", "gdb"),
-    // The kernel lab.
+/// The table of what tests run, which the tests read, too.
+const TABLE: &str = include_str!("../../crates/freestone-testkit/src/tools.txt");
+
+/// Returns what the tests run. A C compiler is not among them: the codecs cannot be built without one.
+pub fn tools() -> Vec<Tool> {
+    TABLE.lines().filter(|line| !line.starts_with('#')).filter_map(|line| line.split_once(' ')).collect()
+}
+
+/// Tools of instruction counts.
+pub const INSTRUCTIONS: [Tool; 1] = [("valgrind", "valgrind")];
+/// Tools of the kernel lab.
+pub const LAB: [Tool; 16] = [
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("busybox", "busybox-static"),
     ("cpio", "cpio"),
@@ -55,36 +30,35 @@ pub const TOOLS: [Tool; 43] = [
     ("bc", "bc"),
     ("python3", "python3"),
     ("nbd-client", "nbd-client"),
-    ("socat", "socat"),
     ("dmsetup", "dmsetup"),
-    // Servers that are started for a connection, and units that are looked at.
-    ("systemd-socket-activate", "systemd"),
-    ("systemd-analyze", "systemd"),
-    // Makes certificates as the docs say.
-    ("openssl", "openssl"),
-    // Shells that complete our verbs.
-    ("zsh", "zsh"),
-    ("fish", "fish"),
-    // Looks at the page.
-    ("chromium", "chromium"),
+    ("nsenter", "util-linux"),
+    ("blkzone", "util-linux"),
+    ("mkfs.xfs", "xfsprogs"),
+    ("mkfs.f2fs", "f2fs-tools"),
+    ("fsck.f2fs", "f2fs-tools"),
+    ("mkfs.btrfs", "btrfs-progs"),
+    ("btrfs", "btrfs-progs"),
+    ("fio", "fio"),
 ];
-
-/// The same for the slow lane only; the second is what tells that libvirt's driver for qemu is there.
-pub const SLOW_TOOLS: [Tool; 14] = [
+/// Tools of the piece `lab-libvirt`; the second stands for libvirt's driver for qemu.
+pub const LIBVIRT: [Tool; 3] = [
     ("libvirtd", "libvirt-daemon"),
     ("virt-qemu-run", "libvirt-daemon-driver-qemu"),
     ("virsh", "libvirt-clients"),
-    // A store of objects of one node.
+];
+/// Tools of the piece `ceph`: an object store of one node.
+pub const CEPH: [Tool; 6] = [
     ("ceph-mon", "ceph-mon"),
     ("ceph-mgr", "ceph-mgr"),
     ("ceph-osd", "ceph-osd"),
     ("radosgw", "radosgw"),
     ("ceph", "ceph-common"),
     ("curl", "curl"),
-    // A clean root for the package, and what Debian says of it.
+];
+/// Tools of the pieces `package-...`: a clean root, lintian, an emulator of arm64, containers.
+pub const PACKAGING: [Tool; 5] = [
     ("mmdebstrap", "mmdebstrap"),
     ("lintian", "lintian"),
-    // The package of another architecture, and an image for containers.
     ("qemu-aarch64-static", "qemu-user-static"),
     ("podman", "podman"),
     ("runc", "runc"),
@@ -92,6 +66,11 @@ pub const SLOW_TOOLS: [Tool; 14] = [
 
 /// Where tools of the system lie; not every user has the last two in PATH.
 const SYSTEM_DIRS: [&str; 3] = ["/usr/bin", "/usr/sbin", "/sbin"];
+
+/// Returns true in continuous integration, where a missing package is a failure.
+pub fn is_ci() -> bool {
+    std::env::var_os("CI").is_some_and(|value| !value.is_empty())
+}
 
 /// Installs what is missing of `tools`, if we may. An error names what is still missing and the command that
 /// installs it.
@@ -153,13 +132,15 @@ fn foreign<'a>(packages: &[&'a str]) -> Result<Vec<&'a str>> {
     Ok(archs)
 }
 
-fn missing(tools: &[Tool]) -> Vec<Tool> {
+/// Returns the tools that are not installed.
+pub fn missing(tools: &[Tool]) -> Vec<Tool> {
     tools.iter().copied().filter(|(tool, _)| !is_there(tool)).collect()
 }
 
 /// The packages, each once.
 fn packages(tools: &[Tool]) -> Vec<&'static str> {
     let mut packages: Vec<_> = tools.iter().map(|(_, package)| *package).collect();
+    packages.sort_unstable();
     packages.dedup();
     packages
 }
@@ -186,19 +167,19 @@ fn apt(sudo: &[&str], verb: &[&str], packages: &[&str]) -> Result<bool> {
 
 #[cfg(test)]
 mod tests {
-    use super::{TOOLS, is_there, packages};
+    use super::{is_there, packages, tools};
 
     #[test]
-    fn each_package_once() {
-        let mut all = packages(&TOOLS);
-        all.sort_unstable();
-        let before = all.len();
-        all.dedup();
-        assert_eq!(all.len(), before);
+    fn table_names_tools_and_packages() {
+        let tools = tools();
+        assert!(tools.contains(&("qemu-io", "qemu-utils")) && tools.len() > 20, "{tools:?}");
+        let packages = packages(&tools);
+        assert_eq!(packages.iter().filter(|package| **package == "qemu-utils").count(), 1);
+        assert!(packages.iter().all(|package| !package.contains(' ')), "{packages:?}");
     }
 
     #[test]
-    fn a_tool_is_found_or_not() {
+    fn is_there_finds_programs_and_paths() {
         assert!(is_there("sh"));
         assert!(!is_there("no-such-tool-anywhere"));
         assert!(is_there("/etc/passwd") && !is_there("/etc/no-such-file-anywhere"));

@@ -5,7 +5,7 @@
 //! `ThreadSanitizer` what it cannot see for that, xtask/asan/ tells which leaks are meant. The C
 //! code of the codecs is not instrumented either.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,6 +15,8 @@ use anyhow::{Context as _, Result, bail};
 use clap::ValueEnum;
 
 use crate::cargo::{self, Counts, LIB, Outcome, output};
+use crate::content::Packages;
+use crate::record::Record;
 
 /// With an explicit target, the flags do not reach build scripts and macros: those are there from
 /// the other builds.
@@ -98,6 +100,8 @@ const FETCH_SUB: &str = "__tsan_atomic64_fetch_sub";
 const RACES: &str = "xtask/tsan/suppressions";
 const LEAKS: &str = "xtask/asan/leaks";
 const STD_SYNC: &str = "xtask/tsan/std_sync.c";
+/// What the checks depend on beside the packages.
+const OWN_FILES: [&str; 3] = ["xtask/src/sanitize.rs", "xtask/tsan", "xtask/asan"];
 /// Where `std_sync.c` is compiled to.
 const WRAPPERS_DIR: &str = "target/tsan";
 
@@ -122,13 +126,27 @@ pub enum Sanitizer {
     Address,
 }
 
-/// Which of the suites.
+/// Which of the suites run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extent {
-    /// What the gate runs: those that a sanitizer is for.
+    /// Those of the gate, of packages that have changed since they last passed.
     Gate,
-    /// What it leaves out.
+    /// All others.
     Rest,
+    /// The others of [`FACE`], which has the tests of all devices together.
+    RestOfDevices,
+    /// The others of all packages but [`FACE`].
+    RestOfCrates,
+}
+
+impl Extent {
+    fn has(self, package: &str) -> bool {
+        match self {
+            Self::Gate | Self::Rest => true,
+            Self::RestOfDevices => package == FACE,
+            Self::RestOfCrates => package != FACE,
+        }
+    }
 }
 
 /// A suite, and what of it runs.
@@ -147,7 +165,7 @@ fn suites(sanitizer: Sanitizer, extent: Extent) -> Result<Vec<Suite>> {
     };
     let mut found = 0;
     let mut suites = Vec::new();
-    for package in PACKAGES {
+    for package in PACKAGES.into_iter().filter(|package| extent.has(package)) {
         let dir = Path::new("crates").join(package).join("tests");
         let mut names: Vec<String> = Vec::new();
         names.extend((package != FACE).then(|| LIB.to_owned()));
@@ -171,13 +189,13 @@ fn suites(sanitizer: Sanitizer, extent: Extent) -> Result<Vec<Suite>> {
             let arguments: Option<Vec<String>> = match (extent, listed) {
                 (Extent::Gate, None) => None,
                 (Extent::Gate, Some(_)) => Some(words.collect()),
-                (Extent::Rest, Some(_)) if modules.is_empty() => None,
-                (Extent::Rest, _) => Some(words.flat_map(|word| ["--skip".to_owned(), word]).collect()),
+                (_, Some(_)) if modules.is_empty() => None,
+                (_, _) => Some(words.flat_map(|word| ["--skip".to_owned(), word]).collect()),
             };
             suites.extend(arguments.map(|arguments| Suite { package, name, arguments }));
         }
     }
-    if found < in_gate.len() {
+    if found < in_gate.iter().filter(|(package, ..)| extent.has(package)).count() {
         bail!("the gate names suites that are no more; see xtask/src/sanitize.rs");
     }
     Ok(suites)
@@ -189,7 +207,12 @@ fn is_module(suite: &Path, path: &str) -> bool {
     path.join("mod.rs").is_file() || path.with_extension("rs").is_file()
 }
 
-/// Unit, property, conformance and protocol tests of the libraries.
+/// Name of a package's check in the record.
+fn check(sanitizer: &str, package: &str) -> String {
+    format!("{sanitizer} {package}")
+}
+
+/// Runs unit, property, conformance and protocol tests of the libraries.
 pub fn run(sanitizer: Sanitizer, extent: Extent) -> Result<Outcome> {
     if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
         bail!("the sanitizers are set up for {TARGET} only");
@@ -206,9 +229,26 @@ pub fn run(sanitizer: Sanitizer, extent: Extent) -> Result<Outcome> {
     if sanitizer == Sanitizer::Thread {
         flags.extend(wrap_std(&root.join(WRAPPERS_DIR))?);
     }
-    let suites = suites(sanitizer, extent)?;
+    let mut suites = suites(sanitizer, extent)?;
+    let mut contents = BTreeMap::new();
+    if extent == Extent::Gate {
+        let record = Record::read()?;
+        let packages = Packages::read()?;
+        for Suite { package, .. } in &suites {
+            if !contents.contains_key(package) {
+                contents.insert(*package, packages.content(&[package], &OWN_FILES)?);
+            }
+        }
+        contents.retain(|package, content| !record.has_passed(&check(name, package), content));
+        suites.retain(|suite| contents.contains_key(suite.package));
+        if suites.is_empty() {
+            println!("no package has changed since its suites last passed");
+            return Ok(Outcome::of(true));
+        }
+    }
     let suppressions = |file| format!("suppressions='{}'", root.join(file).display());
-    let mut build = cargo::tests();
+    let mut build = cargo::cargo();
+    build.arg("test");
     build.args(["--target", TARGET, "--no-run"]);
     build.env("RUSTC_BOOTSTRAP", "1").env("CARGO_ENCODED_RUSTFLAGS", flags.join(ENCODED_SEPARATOR));
     let packages: BTreeSet<&str> = suites.iter().map(|suite| suite.package).collect();
@@ -225,7 +265,7 @@ pub fn run(sanitizer: Sanitizer, extent: Extent) -> Result<Outcome> {
     let Some(programs) = cargo::test_programs(&mut build)? else {
         return Ok(Outcome::default());
     };
-    let mut all = Outcome { ok: true, counts: Counts::default() };
+    let mut all = Outcome::of(true);
     for Suite { package, name, arguments } in &suites {
         let program = programs.iter().find(|program| program.package == *package && program.suite == *name);
         let program = program.with_context(|| format!("{package}: cargo has not built its suite {name}"))?;
@@ -239,14 +279,21 @@ pub fn run(sanitizer: Sanitizer, extent: Extent) -> Result<Outcome> {
         command.env("TSAN_OPTIONS", suppressions(RACES));
         command.env("LSAN_OPTIONS", suppressions(LEAKS) + ":print_suppressions=0");
         command.env("ASAN_OPTIONS", "detect_stack_use_after_return=1");
-        let outcome = cargo::run(&mut command)?;
+        let mut outcome = cargo::run(&mut command)?;
         if outcome.counts == Counts::default() {
             println!("no test ran");
-            all.ok = false;
+            outcome.ok = false;
         }
-        all.ok &= outcome.ok;
-        all.counts += outcome.counts;
+        if !outcome.ok {
+            contents.remove(package);
+        }
+        all.add(outcome);
     }
+    let mut record = Record::read()?;
+    for (package, content) in contents {
+        record.pass(&check(name, package), &content)?;
+    }
+    record.write()?;
     Ok(all)
 }
 

@@ -1,21 +1,24 @@
-//! The gate: its steps in order, the time each takes, and the count at the end.
+//! The steps of the gate: what each runs, how long it takes, and the count at the end.
 
+use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use clap::ValueEnum;
 
-use crate::bench::bench;
 use crate::cargo::{self, Counts, Outcome, cargo};
 use crate::failures::{self, Listening};
 use crate::fio;
+use crate::instructions;
 use crate::packages;
 use crate::sanitize::{self, Extent, Sanitizer};
+use crate::suites;
 use crate::tidy;
 use crate::torture;
 use crate::variants::{Varied, with_variants};
+use crate::workspace;
 
 /// The crates with models of lock protocols.
 const MODELLED: [&str; 5] =
@@ -27,75 +30,114 @@ const VARIED: [&str; 3] = ["freestone-core", "freestone-cow", "freestone-ram"];
 /// Where the experiments leave what means nothing.
 const QUICK_OUT: &str = "target/variants/quick";
 
-/// A step of `cargo xtask test`, in the order in which they run: what fails fast goes first.
+/// A step of the gate. The order is that of a run: cheap checks first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Step {
-    /// The Debian packages that the tests use are there, and the source of fio, or are fetched
+    /// Debian packages that the tests use, and the source of fio: installed if missing
     Packages,
-    /// The code is formatted
+    /// Formatting
     Fmt,
-    /// The rules of CONTRIBUTING.md that a machine can check
+    /// Rules of CONTRIBUTING.md that a machine can check
     Tidy,
-    /// No lint complains
-    Clippy,
-    /// The documentation builds without a warning
+    /// Build of all tests and programs, with clippy
+    Build,
+    /// Documentation, without warnings
     Doc,
-    /// All tests, the real clients among them
+    /// All tests, those with real clients and the documented examples among them
     Test,
-    /// Instructions of the hot paths: none rose by more than 3 % over `benches/baseline.json`
-    Gate,
-    /// In a stock kernel: writeback of its own zram and of ours, as in the test of its source; our
-    /// disks, and servers that are killed
-    Lab,
-    /// Random stacks under random requests, verbs, faults and crashes: runs that are always the
-    /// same, real threads, and servers that are killed and started again
-    Torture,
-    /// The loom models of the lock protocols
+    /// Loom models of the lock protocols
     Models,
-    /// The tests of the libraries under `ThreadSanitizer`, where threads share the most
+    /// Torture: fixed seeds in simulation, with real threads, and with servers that are killed
+    Torture,
+    /// Gate: instructions of the hot paths, at most 3 % over `benches/baseline.json`
+    Instructions,
+    /// Gate: stock kernel: zram writeback, virtual machines, ublk, zones
+    Lab,
+    /// Gate: `ThreadSanitizer` over the suites that share the most between threads
     Tsan,
-    /// The tests of the libraries under `AddressSanitizer`, where most memory is not checked by the
-    /// language
+    /// Gate: `AddressSanitizer` over the suites with most unchecked memory access
     Asan,
-    /// Slow: the sources' experiments, and the build with their locks and streams: no lint complains
+    /// Slow: all tests with all their cases
+    TestFull,
+    /// Slow: all loom models, those that take longest too
+    ModelsFull,
+    /// Slow: clippy over the experiments and over the program without its default features
     Variants,
-    /// Slow: the program without what it has by default: no lint complains
-    Least,
-    /// Slow: the locks and streams that the sources' experiments compare pass their tests, and all
-    /// experiments run; their speed is not judged
+    /// Slow: the experiments of the sources, run once each
     Reproduce,
-    /// Slow: faults that were found once are put back, one at a time, and the torture finds each
+    /// Slow: known faults are put back, and the torture finds each
     Mutants,
-    /// Slow: servers with a state are killed and ended in the middle of everything and started again,
-    /// with more seeds than in the torture of the gate
-    Lives,
-    /// Slow: in a stock kernel, all of the writeback of zram, zones of `null_blk`, snapshots and
-    /// merges that go from dm-snapshot to Freestone and back, our disks under file systems and under the
-    /// torture, zoned ones under fio's own tests too, newer NBD clients and the kernel's own, machines
-    /// of libvirt, a host with systemd
-    LabRest,
-    /// Slow: stores of objects against a Ceph of one node, whose daemons are killed
+    /// Slow: the torture with more seeds, and servers that are killed for six minutes
+    TortureLong,
+    /// Slow: zram writeback in a stock kernel, all sequences
+    LabWriteback,
+    /// Slow: zones of `null_blk` and ours, the same random operations
+    LabZones,
+    /// Slow: COW devices and merges between dm-snapshot and ours
+    LabSnapshots,
+    /// Slow: virtual machines under file systems, cuts and growth
+    LabVhostUser,
+    /// Slow: a ublk RAM disk used in all ways, two kernels
+    LabUblkDevice,
+    /// Slow: ublk disks of the program, a hundred of them, little memory, an unprivileged user; two kernels
+    LabUblk,
+    /// Slow: ublk disks under four file systems, two kernels
+    LabUblkUse,
+    /// Slow: zoned ublk devices under file systems, two kernels
+    LabUblkZones,
+    /// Slow: fio's own tests of zoned devices
+    LabUblkZbd,
+    /// Slow: newer NBD clients, and the kernel's
+    LabNbd,
+    /// Slow: torture of the program with block devices
+    LabTorture,
+    /// Slow: a machine that libvirt starts
+    LabLibvirt,
+    /// Slow: units of systemd and udev rules on a host
+    LabSystemd,
+    /// Slow: object stores and RBD of a one-node Ceph whose daemons are killed
     Ceph,
-    /// Slow: the Debian packages: lintian, installed, used and purged in a clean root, arm64 in an emulator,
-    /// the image for containers
-    PackagesRest,
-    /// Slow: the other tests of the libraries under `ThreadSanitizer`
-    TsanRest,
-    /// Slow: the other tests of the libraries under `AddressSanitizer`
+    /// Slow: the Debian package: lintian; installed, used, updated and purged in a clean root
+    PackageRoot,
+    /// Slow: the Debian package for arm64: lintian; its program in an emulator
+    PackageArm64,
+    /// Slow: the image for containers
+    PackageContainer,
+    /// Slow: the other suites under `ThreadSanitizer`: those of all devices together
+    TsanDevices,
+    /// Slow: the other suites under `ThreadSanitizer`: those of single crates
+    TsanCrates,
+    /// Slow: the other suites under `AddressSanitizer`
     AsanRest,
 }
 
-/// From here on, in their order, steps are of the slow lane.
-const FIRST_SLOW: Step = Step::Variants;
+/// First step of the gate beyond the tests.
+const FIRST_OF_GATE: Step = Step::Instructions;
+/// First piece of the slow lane.
+const FIRST_SLOW: Step = Step::TestFull;
+
+/// Which command runs a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lane {
+    /// `cargo xtask test`.
+    Test,
+    /// `cargo xtask gate`, after the tests.
+    Gate,
+    /// A few pieces with every gate, those that ran longest ago.
+    Slow,
+}
 
 impl Step {
     pub fn name(self) -> String {
         self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
     }
 
-    /// It is of the slow lane.
-    pub fn is_slow(self) -> bool {
-        self as u8 >= FIRST_SLOW as u8
+    pub fn lane(self) -> Lane {
+        match self as u8 {
+            step if step < FIRST_OF_GATE as u8 => Lane::Test,
+            step if step < FIRST_SLOW as u8 => Lane::Gate,
+            _ => Lane::Slow,
+        }
     }
 
     fn about(self) -> String {
@@ -105,91 +147,123 @@ impl Step {
 
     fn run(self) -> Result<Outcome> {
         match self {
-            Self::Packages => {
-                packages::ensure(&packages::TOOLS)?;
-                // The fio engine is built against it.
-                fio::source().map(|()| Outcome { ok: true, counts: Counts::default() })
-            }
+            Self::Packages => packages(),
             Self::Fmt => cargo::run_each([
                 with(cargo(), &["fmt", "--all", "--check"]),
                 with(with_variants("fmt", Varied::Research)?, &["--all", "--check"]),
             ]),
-            Self::Tidy => tidy::run().map(|ok| Outcome { ok, counts: Counts::default() }),
-            Self::Clippy => clippy(&["--workspace", "--all-targets"]),
-            Self::Least => clippy(&["--package", "freestone-cli", "--no-default-features"]),
+            Self::Tidy => tidy::run().map(Outcome::of),
+            Self::Build => workspace::build(),
             Self::Doc => cargo::run(documented(&mut with(cargo(), &["doc", "--workspace"]))),
-            Self::Test => cargo::run(cargo::tests().args(["--workspace", "--no-fail-fast"])),
+            Self::Test => suites::run(suites::Extent::Quick),
+            Self::TestFull => suites::run(suites::Extent::Full),
             // The release build: inlining across crates is part of what is counted.
-            Self::Gate => bench(&["gate".into()]).map(|ok| Outcome { ok, counts: Counts::default() }),
-            Self::Torture => torture::gate(),
+            Self::Instructions => instructions::run(),
+            Self::Torture => torture::fixed(torture::SHORT),
             Self::Mutants => torture::mutants(&[]),
-            Self::Lives => torture::lives(),
+            Self::TortureLong => torture::fixed(torture::LONG),
             Self::Variants => variants(),
             Self::Reproduce => reproduce(),
+            Self::Models => models(&[]),
+            Self::ModelsFull => models(&["--include-ignored"]),
+            Self::Tsan => sanitize::run(Sanitizer::Thread, Extent::Gate),
+            Self::Asan => sanitize::run(Sanitizer::Address, Extent::Gate),
+            Self::TsanDevices => sanitize::run(Sanitizer::Thread, Extent::RestOfDevices),
+            Self::TsanCrates => sanitize::run(Sanitizer::Thread, Extent::RestOfCrates),
+            Self::AsanRest => sanitize::run(Sanitizer::Address, Extent::Rest),
+            Self::Ceph => with_tools(&packages::CEPH, &[&["lab/run-ceph.sh"]], false),
+            Self::PackageRoot => {
+                with_tools(&packages::PACKAGING, &[&["lab/run-packages.sh", "lintian", "root"]], false)
+            }
+            Self::PackageArm64 => {
+                with_tools(&packages::PACKAGING, &[&["lab/run-packages.sh", "lintian", "arm64"]], false)
+            }
+            Self::PackageContainer => {
+                with_tools(&packages::PACKAGING, &[&["lab/run-packages.sh", "container"]], false)
+            }
             Self::Lab => lab(&[
                 &["lab/run-writeback.sh", "first"],
                 &["lab/run-vhost-user.sh", "boot", "killed"],
                 &["lab/run-ublk.sh", "program", "7"],
                 &["lab/run-ublk-zones.sh", "drive", "7"],
             ]),
-            Self::LabRest => packages::ensure(&packages::SLOW_TOOLS).and_then(|()| {
-                lab(&[
-                    &["lab/run-writeback.sh"],
-                    &["lab/run-zones.sh"],
-                    &["lab/run-snapshots.sh"],
-                    &["lab/run-vhost-user.sh", "use", "cut", "files"],
-                    &["lab/run-ublk.sh"],
-                    &["lab/run-ublk-zones.sh"],
-                    &["lab/run-ublk-zbd.sh"],
-                    &["lab/run-nbd.sh"],
-                    &["lab/run-torture.sh"],
-                    &["lab/run-libvirt.sh"],
-                    &["lab/run-systemd.sh"],
-                ])
-            }),
-            Self::Ceph => slow_script("lab/run-ceph.sh"),
-            Self::PackagesRest => slow_script("lab/run-packages.sh"),
-            Self::Models => models(),
-            Self::Tsan => sanitize::run(Sanitizer::Thread, Extent::Gate),
-            Self::Asan => sanitize::run(Sanitizer::Address, Extent::Gate),
-            Self::TsanRest => sanitize::run(Sanitizer::Thread, Extent::Rest),
-            Self::AsanRest => sanitize::run(Sanitizer::Address, Extent::Rest),
+            Self::LabWriteback => lab(&[&["lab/run-writeback.sh"]]),
+            Self::LabZones => lab(&[&["lab/run-zones.sh"]]),
+            Self::LabSnapshots => lab(&[&["lab/run-snapshots.sh"]]),
+            Self::LabVhostUser => lab(&[&["lab/run-vhost-user.sh", "use", "cut", "files"]]),
+            Self::LabUblkDevice => lab(&[&["lab/run-ublk.sh", "device"]]),
+            Self::LabUblk => lab(&[
+                &["lab/run-ublk.sh", "program"],
+                &["lab/run-ublk.sh", "many"],
+                &["lab/run-ublk.sh", "user"],
+                &["lab/run-ublk.sh", "memory"],
+            ]),
+            Self::LabUblkUse => lab(&[&["lab/run-ublk.sh", "use"]]),
+            Self::LabUblkZones => lab(&[&["lab/run-ublk-zones.sh"]]),
+            Self::LabUblkZbd => lab(&[&["lab/run-ublk-zbd.sh"]]),
+            Self::LabNbd => lab(&[&["lab/run-nbd.sh"]]),
+            Self::LabTorture => lab(&[&["lab/run-torture.sh"]]),
+            Self::LabLibvirt => with_tools(&packages::LIBVIRT, &[&["lab/run-libvirt.sh"]], true),
+            Self::LabSystemd => lab(&[&["lab/run-systemd.sh"]]),
         }
+    }
+}
+
+/// Installs what the tests use. Outside of continuous integration, a machine where packages cannot be installed runs
+/// what needs none of them, and names the rest.
+fn packages() -> Result<Outcome> {
+    let mut outcome = Outcome::of(true);
+    let result = packages::ensure(&packages::tools());
+    if result.is_err() && packages::is_ci() {
+        result?;
+    } else if let Err(error) = result {
+        println!("packages are missing, and tests that need them are left out: {error:#}");
+        let missing = packages::missing(&packages::tools());
+        outcome.left_out.extend(missing.iter().map(|(tool, package)| format!("{tool} (package {package})")));
+    }
+    // The engine for fio is built against the source.
+    match fio::source() {
+        Err(error) if packages::is_ci() => Err(error),
+        Err(error) => {
+            println!("the engine for fio is left out: {error:#}");
+            Ok(outcome)
+        }
+        Ok(()) => Ok(outcome),
     }
 }
 
 /// Calls scripts of the lab, for the programs that the tests of the workspace have.
 fn lab(runs: &[&[&str]]) -> Result<Outcome> {
-    let Some(programs) = cargo::workspace_programs()? else { return Ok(Outcome::default()) };
+    packages::ensure(&packages::LAB)?;
+    let Some(programs) = workspace::programs()? else { return Ok(Outcome::default()) };
     let names = [("FREESTONE", "freestone"), ("TORTURE", "freestone-torture")];
     scripts(runs, &names.map(|(variable, program)| (variable, programs.join(program))))
 }
 
 /// Calls scripts with variables.
 fn scripts(runs: &[&[&str]], variables: &[(&str, PathBuf)]) -> Result<Outcome> {
-    let (mut ok, mut counts) = (true, Counts::default());
+    let mut all = Outcome::of(true);
     for run in runs {
         let mut script = Command::new(run[0]);
         script.args(&run[1..]).envs(variables.iter().cloned()).stdin(Stdio::null());
         let passed = cargo::run(&mut script)?.ok;
-        counts += Counts { passed: u64::from(passed), failed: u64::from(!passed) };
-        ok &= passed;
+        all.add(Outcome { counts: Counts::one(passed), ..Outcome::of(passed) });
     }
-    Ok(Outcome { ok, counts })
+    Ok(all)
 }
 
-/// Calls a script that builds what it needs, with the tools of the slow lane.
-fn slow_script(path: &str) -> Result<Outcome> {
-    packages::ensure(&packages::SLOW_TOOLS)?;
-    scripts(&[&[path]], &[])
+/// Calls scripts with tools of their own: scripts of the lab get the programs of the tests, others build theirs.
+fn with_tools(tools: &[packages::Tool], runs: &[&[&str]], is_lab: bool) -> Result<Outcome> {
+    packages::ensure(tools)?;
+    if is_lab { lab(runs) } else { scripts(runs, &[]) }
 }
 
-fn clippy(what: &[&str]) -> Result<Outcome> {
-    cargo::run(&mut with(with(with(cargo(), &["clippy"]), what), &["--", "-D", "warnings"]))
+fn clippy(what: &[&str]) -> Command {
+    with(with(with(cargo(), &["clippy"]), what), &["--", "-D", "warnings"])
 }
 
-/// The code's own assertions are part of what is checked.
-fn models() -> Result<Outcome> {
+/// Runs the models. The code's own assertions are part of what is checked.
+fn models(arguments: &[&str]) -> Result<Outcome> {
     let (mut command, _) = cargo::with_cfgs(&["loom"])?;
     command.args(["test", "--lib", "--no-fail-fast"]);
     for package in MODELLED {
@@ -198,16 +272,17 @@ fn models() -> Result<Outcome> {
     for package in MODELLED.iter().chain(&OPTIMISED_FOR_MODELS) {
         command.arg("--config").arg(format!("profile.dev.package.{package}.opt-level=3"));
     }
-    cargo::run(command.arg("models"))
+    cargo::run(command.args(["models", "--"]).args(arguments))
 }
 
-/// Checks the experiments, and what only their copy of the library has.
+/// Checks the experiments, what only their copy of the library has, and the program without its default features.
 fn variants() -> Result<Outcome> {
     let mut library = with_variants("clippy", Varied::Library)?;
     library.args(["--lib", "--tests"]).args(VARIED.iter().flat_map(|package| ["--package", package]));
     let mut research = with_variants("clippy", Varied::Research)?;
     research.arg("--all-targets");
-    cargo::run_each([library, research].map(|command| with(command, &["--", "-D", "warnings"])))
+    let [library, research] = [library, research].map(|command| with(command, &["--", "-D", "warnings"]));
+    cargo::run_each([library, research, clippy(&["--package", "freestone-cli", "--no-default-features"])])
 }
 
 /// What builds documentation, without that of others, and fails where it warns.
@@ -231,7 +306,7 @@ fn reproduce() -> Result<Outcome> {
     research.arg("--no-fail-fast");
     let mut documentation = with_variants("doc", Varied::Research)?;
     documented(&mut documentation);
-    let Outcome { ok, mut counts } = cargo::run_each([documentation, library, research])?;
+    let mut outcome = cargo::run_each([documentation, library, research])?;
     let mut all = with_variants("run", Varied::Research)?;
     all.args(["--", "reproduce", "all", "--quick", "--out", QUICK_OUT]);
     if rustix::process::geteuid().is_root() {
@@ -240,78 +315,143 @@ fn reproduce() -> Result<Outcome> {
         println!("without --ext4, which mounts a file system and so is root's");
     }
     let ran = cargo::run(&mut all)?.ok;
-    counts += Counts { passed: u64::from(ran), failed: u64::from(!ran) };
-    Ok(Outcome { ok: ok && ran, counts })
+    outcome.add(Outcome { counts: Counts::one(ran), ..Outcome::of(ran) });
+    Ok(outcome)
 }
 
 /// Prints the steps.
 pub fn list() {
     for step in Step::value_variants() {
-        println!("{:<14} {}", step.name(), step.about());
+        println!("{:<18} {}", step.name(), step.about());
     }
 }
 
-/// The steps of `--only` in their order, or those of the gate.
+/// Returns the steps of a lane.
+pub fn of_lane(lane: Lane) -> Vec<Step> {
+    Step::value_variants().iter().copied().filter(|step| step.lane() == lane).collect()
+}
+
+/// Returns the steps that run a sanitizer, or both.
+pub fn of_sanitizer(sanitizer: Option<Sanitizer>) -> Vec<Step> {
+    let thread = [Step::Tsan, Step::TsanDevices, Step::TsanCrates];
+    let address = [Step::Asan, Step::AsanRest];
+    match sanitizer {
+        Some(Sanitizer::Thread) => thread.to_vec(),
+        Some(Sanitizer::Address) => address.to_vec(),
+        None => [&thread[..], &address[..]].concat(),
+    }
+}
+
+/// Returns the steps of `--only` in their order.
 pub fn chosen(only: &[Step]) -> Vec<Step> {
-    let wanted = |step: &Step| if only.is_empty() { !step.is_slow() } else { only.contains(step) };
-    Step::value_variants().iter().copied().filter(wanted).collect()
+    Step::value_variants().iter().copied().filter(|step| only.contains(step)).collect()
 }
 
 /// A step that has run.
 pub struct Done {
     pub step: Step,
     pub took: Duration,
+    /// CPU time of the step's processes.
+    cpu: Duration,
     pub ok: bool,
     pub counts: Counts,
-    /// What it printed.
+    left_out: Vec<String>,
+    /// Output of a failed step.
     lines: Vec<String>,
 }
 
-/// Runs the steps, all of them even if one fails, and prints the sum and why any failed. A step counts as its tests, or
-/// as one test where it runs none or fails for another reason.
+/// Runs a step and prints its times. A step counts as its tests, or as one test if it runs none or fails for another
+/// reason.
 ///
 /// # Errors
 /// There is no pipe to listen with.
-pub fn run(steps: &[Step]) -> Result<Vec<Done>> {
-    let start = Instant::now();
+pub fn run(step: Step, start: Instant, left: &[Step]) -> Result<Done> {
+    let left: Vec<_> = left.iter().map(|step| step.name()).collect();
+    println!("\n==> {}: {} [{}]", step.name(), step.about(), seconds(start.elapsed()));
+    if !left.is_empty() {
+        println!("    then: {}", left.join(", "));
+    }
+    let (began, cpu_before) = (Instant::now(), cpu_time());
+    let listening = Listening::start()?;
+    let Outcome { ok, mut counts, left_out } = step.run().unwrap_or_else(|error| {
+        println!("{}: {error:#}", step.name());
+        Outcome::default()
+    });
+    if counts == Counts::default() || (!ok && counts.failed == 0) {
+        counts += Counts::one(ok);
+    }
+    let lines = listening.end()?;
+    let ok = ok && counts.failed == 0;
+    let (took, cpu) = (began.elapsed(), cpu_time().saturating_sub(cpu_before));
+    println!("==> {}: {} in {}, CPU time {}", step.name(), verdict(ok), seconds(took), seconds(cpu));
+    Ok(Done { step, took, cpu, ok, counts, left_out, lines: if ok { Vec::new() } else { lines } })
+}
+
+/// Runs steps, all of them even if one fails, except that nothing runs without the packages or the build.
+pub fn run_all(steps: &[Step], start: Instant) -> Result<Vec<Done>> {
     let mut done = Vec::new();
-    for &step in steps {
-        println!("\n==> {}: {} [{}]", step.name(), step.about(), seconds(start.elapsed()));
-        let began = Instant::now();
-        let listening = Listening::start()?;
-        let Outcome { ok, mut counts } = step.run().unwrap_or_else(|error| {
-            println!("{}: {error:#}", step.name());
-            Outcome::default()
-        });
-        if counts == Counts::default() || (!ok && counts.failed == 0) {
-            counts += Counts { passed: u64::from(ok), failed: u64::from(!ok) };
-        }
-        let lines = listening.end()?;
-        let ok = ok && counts.failed == 0;
-        let took = began.elapsed();
-        println!("==> {}: {} in {}", step.name(), verdict(ok), seconds(took));
-        done.push(Done { step, took, ok, counts, lines: if ok { Vec::new() } else { lines } });
-        if step == Step::Packages && !ok {
-            println!("the tests cannot run without these packages");
+    for (n, &step) in steps.iter().enumerate() {
+        let ended = run(step, start, &steps[n + 1..])?;
+        let ends = matches!(step, Step::Packages | Step::Build) && !ended.ok;
+        done.push(ended);
+        if ends {
             break;
         }
     }
+    Ok(done)
+}
+
+/// How a run of steps ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    Passed,
+    Failed,
+    /// What ran passed, and something was left out.
+    Incomplete,
+}
+
+/// Prints why steps failed, what was left out, the times, and the count. What is `overdue` in the slow lane counts as
+/// failed.
+pub fn summary(done: &[Done], start: Instant, overdue: &[String]) -> Verdict {
     for Done { step, lines, .. } in done.iter().filter(|done| !done.ok) {
         println!("\n==> {} failed:", step.name());
         for line in failures::excerpt(lines) {
             println!("{line}");
         }
     }
-    println!("\n{:<14} {:>8} {:>8} {:>8}  ", "step", "time", "passed", "failed");
-    let mut sum = Counts::default();
-    for Done { step, took, ok, counts, .. } in &done {
-        let (name, took) = (step.name(), seconds(*took));
-        println!("{name:<14} {took:>8} {:>8} {:>8}  {}", counts.passed, counts.failed, verdict(*ok));
-        sum += *counts;
+    for line in overdue {
+        println!("\noverdue: {line}");
     }
-    println!("{:<14} {:>8}\n", "all", seconds(start.elapsed()));
-    println!("{} passed, {} failed", sum.passed, sum.failed);
-    Ok(done)
+    let left_out: Vec<_> = done.iter().flat_map(|done| &done.left_out).collect();
+    if !left_out.is_empty() {
+        println!("\nleft out, as packages are missing:");
+        for what in &left_out {
+            println!("  {what}");
+        }
+    }
+    println!("\n{:<18} {:>8} {:>8} {:>8} {:>8}  ", "step", "time", "CPU", "passed", "failed");
+    let (mut sum, mut cpu_sum) = (Counts::default(), Duration::ZERO);
+    for Done { step, took, cpu, ok, counts, .. } in done {
+        let (name, took, cpu_text) = (step.name(), seconds(*took), seconds(*cpu));
+        let Counts { passed, failed, .. } = counts;
+        println!("{name:<18} {took:>8} {cpu_text:>8} {passed:>8} {failed:>8}  {}", verdict(*ok));
+        sum += *counts;
+        cpu_sum += *cpu;
+    }
+    println!("{:<18} {:>8} {:>8}\n", "all", seconds(start.elapsed()), seconds(cpu_sum));
+    sum.failed += overdue.len() as u64;
+    println!("{sum}");
+    match (sum.failed, left_out.len()) {
+        (0, 0) => Verdict::Passed,
+        (0, _) => Verdict::Incomplete,
+        _ => Verdict::Failed,
+    }
+}
+
+impl From<bool> for Verdict {
+    fn from(ok: bool) -> Self {
+        if ok { Self::Passed } else { Self::Failed }
+    }
 }
 
 fn verdict(ok: bool) -> &'static str {
@@ -322,15 +462,41 @@ fn seconds(time: Duration) -> String {
     format!("{:.1}s", time.as_secs_f64())
 }
 
+/// CPU time of this process and of all its children that were waited for; zero where there is no /proc.
+fn cpu_time() -> Duration {
+    parse_cpu_time(&fs::read_to_string("/proc/self/stat").unwrap_or_default()).unwrap_or_default()
+}
+
+/// Reads utime, stime, cutime and cstime of `/proc/PID/stat`.
+fn parse_cpu_time(stat: &str) -> Result<Duration> {
+    /// `USER_HZ`, which is the same on every Linux.
+    const TICKS_PER_SECOND: u64 = 100;
+    // The name of the program may contain blanks and parentheses.
+    let (_, fields) = stat.rsplit_once(')').context("no name")?;
+    let times = fields.split_whitespace().skip(11).take(4);
+    let ticks = times.map(str::parse::<u64>).sum::<std::result::Result<u64, _>>()?;
+    Ok(Duration::from_millis(ticks * 1000 / TICKS_PER_SECOND))
+}
+
 #[cfg(test)]
 mod tests {
-    use super::{Step, chosen};
+    use std::time::Duration;
+
+    use super::{Lane, Step, chosen, of_lane, parse_cpu_time};
 
     #[test]
-    fn steps_run_in_their_own_order() {
+    fn chosen_keeps_the_order_of_a_run() {
         assert_eq!(chosen(&[Step::Test, Step::Fmt]), [Step::Fmt, Step::Test]);
-        assert_eq!(chosen(&[])[0], Step::Packages);
-        assert!(chosen(&[]).contains(&Step::Asan) && !chosen(&[]).contains(&Step::Reproduce));
-        assert_eq!(chosen(&[Step::Reproduce]), [Step::Reproduce]);
+        assert_eq!(of_lane(Lane::Test).first(), Some(&Step::Packages));
+        assert_eq!(of_lane(Lane::Test).last(), Some(&Step::Torture));
+        assert_eq!(of_lane(Lane::Gate).last(), Some(&Step::Asan));
+        assert!(of_lane(Lane::Slow).contains(&Step::Reproduce));
+    }
+
+    #[test]
+    fn cpu_time_sums_own_and_children() {
+        let stat = "7 (a b) c) S 1 7 7 0 -1 4194560 1 2 3 4 100 50 300 25 20 0 1 0 5 6 7";
+        assert_eq!(parse_cpu_time(stat).unwrap(), Duration::from_millis(4750));
+        assert!(parse_cpu_time("").is_err());
     }
 }

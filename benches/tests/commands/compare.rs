@@ -60,6 +60,7 @@ fn notes(report: &Value) -> String {
 }
 
 #[test]
+#[ignore = "slow lane"]
 fn compare_measures_every_side() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let reports =
@@ -118,6 +119,7 @@ fn compare_measures_every_side() {
 }
 
 #[test]
+#[ignore = "slow lane"]
 fn a_peer_that_cannot_be_had_is_told_or_an_error() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let fakes = dir.path().join("fakes");

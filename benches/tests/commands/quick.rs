@@ -43,6 +43,7 @@ fn codec_compares_reads_and_rewrites() {
 }
 
 #[test]
+#[ignore = "slow lane"]
 fn threads_compares_one_to_eight() {
     let dir = tempfile::tempdir().unwrap();
     let value = run("threads", dir.path());
@@ -73,6 +74,7 @@ fn memory_counts_what_is_there() {
 }
 
 #[test]
+#[ignore = "slow lane"]
 fn writeback_runs_every_part() {
     // Not in /tmp, whose file system may know no direct I/O.
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -126,6 +128,7 @@ fn writeback_runs_every_part() {
 }
 
 #[test]
+#[ignore = "slow lane"]
 fn forks_runs_every_part() {
     // Not in /tmp, whose file system may know no direct I/O.
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -211,6 +214,7 @@ fn zones_runs_every_part() {
 }
 
 #[test]
+#[ignore = "slow lane"]
 fn restarts_runs_every_part() {
     // Not in /tmp, which may be in memory: nothing is durable there, and nothing takes time.
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -253,6 +257,7 @@ fn restarts_runs_every_part() {
 }
 
 #[test]
+#[ignore = "slow lane"]
 fn clients_are_measured_beside_each_other() {
     let dir = tempfile::tempdir().unwrap();
     let mut command = program();
@@ -302,6 +307,7 @@ fn images_are_read_from_memory_and_disk_and_pushed() {
 
 /// What fleets of several sizes ask of a store is counted, and is what the model says.
 #[test]
+#[ignore = "slow lane"]
 fn images_boot_and_fleets_ask_what_the_model_says() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let data = dir.path().join("data");
@@ -362,6 +368,7 @@ fn the_loop_for_callgrind_runs_without_it() {
 }
 
 #[test]
+#[ignore = "slow lane"]
 fn the_gate_fails_on_a_rise_and_on_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     let baseline = dir.path().join("baseline.json");

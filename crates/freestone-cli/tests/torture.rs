@@ -2,14 +2,20 @@
 
 use std::path::Path;
 
+use freestone_testkit::effort;
 use freestone_torture::program;
 
 const SEED: u64 = 13;
-const MINUTES: f64 = 0.3;
+/// Length of a run: with every change, and in the slow lane.
+const MINUTES: [f64; 2] = [0.2, 1.0];
 
 #[test]
 fn judged_clients_meet_nothing_but_what_is_allowed() {
-    let report = match program::run(SEED, MINUTES, Path::new(env!("CARGO_BIN_EXE_freestone"))) {
+    let report = match program::run(
+        SEED,
+        effort(MINUTES[0], MINUTES[1]),
+        Path::new(env!("CARGO_BIN_EXE_freestone")),
+    ) {
         Ok(report) => report,
         Err(failure) => panic!("{failure}"),
     };

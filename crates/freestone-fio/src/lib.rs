@@ -4,6 +4,8 @@
 //! The half in C (`engine.c`) knows fio's structures, whose layout belongs to one version of fio.
 //! The half in Rust knows devices and is told bytes and offsets. What they call one another is in
 //! `engine.h` and [`abi`]. See docs/fio.md for its use.
+//! Without the feature `engine` the crate is empty.
+#![cfg(feature = "engine")]
 #![expect(unsafe_code)]
 // UNSAFETY: fio finds the engine by a symbol that is not mangled, and gives a place for a pointer.
 

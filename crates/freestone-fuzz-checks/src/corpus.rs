@@ -4,7 +4,7 @@ use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 
-use freestone_testkit::Rng;
+use freestone_testkit::{Rng, effort};
 
 /// Longest input that mutations grow to, in bytes.
 const INPUT_MAX_BYTES: usize = 16 << 10;
@@ -18,8 +18,12 @@ pub struct Judged {
     pub refused: usize,
 }
 
-/// Checks every file of the corpus `name`, and then `rounds` mutations of them, a tenth of that
-/// under a sanitizer.
+/// Returns a tenth of `full` in a quick run, and `full` in the slow lane.
+pub fn scaled(full: usize) -> usize {
+    effort(full / 10, full)
+}
+
+/// Checks every file of the corpus `name`, and then [`scaled`]`(rounds)` mutations of them.
 ///
 /// # Panics
 /// The corpus is missing, or the check panics: then the input is kept in the directory for
@@ -41,8 +45,7 @@ pub fn run(name: &str, rounds: usize, check: impl Fn(&[u8]) -> bool) -> Judged {
         judge(input, &|| file.clone());
     }
     let mut rng = Rng::new(name.bytes().fold(1, |seed, byte| seed.wrapping_mul(31) + u64::from(byte)));
-    let rounds = if std::env::var_os("PROPTEST_CASES").is_some() { rounds / 10 } else { rounds };
-    for round in 0..rounds {
+    for round in 0..scaled(rounds) {
         let mut input = pick(&inputs, &mut rng).to_vec();
         for _ in 0..=rng.below(4) {
             mutate(&mut input, pick(&inputs, &mut rng), &mut rng);

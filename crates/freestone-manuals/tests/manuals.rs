@@ -129,7 +129,7 @@ fn fish_completes_verbs_and_options() {
     let file = dir.path().join("fish").join(format!("{NAME}.fish"));
     let offered = |line: &str| {
         let script = format!("source {}; complete --do-complete '{line}'", file.display());
-        let mut fish = Command::new("fish");
+        let mut fish = Command::new(freestone_testkit::tools::find("fish"));
         // It keeps a history and variables, but not of ours.
         fish.env("HOME", dir.path()).env("XDG_CONFIG_HOME", dir.path()).env("XDG_DATA_HOME", dir.path());
         said(fish.args(["--no-config", "--command", &script]))
@@ -146,7 +146,7 @@ fn zsh_completes_verbs_and_options() {
     // Completion is for people at a terminal, so it gets one, and all that it offers in a column of its own.
     let offered = |line: &str| {
         let script = include_str!("offered.zsh");
-        let mut zsh = Command::new("zsh");
+        let mut zsh = Command::new(freestone_testkit::tools::find("zsh"));
         zsh.env("ZDOTDIR", dir.path()).env("TERM", "dumb");
         said(zsh.args(["-f", "-c", script, "zsh"]).arg(dir.path().join("zsh")).arg(line))
     };

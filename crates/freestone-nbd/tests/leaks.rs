@@ -21,13 +21,18 @@ use common::client::{BLOCK_STATUS, Client, READ, WRITE, info_data, long_request,
 use common::device::{Manner, MemDevice};
 use common::secure::{STARTTLS, Secure, connection};
 use freestone_nbd::{Clients, Limits, TlsMode};
+use freestone_testkit::effort;
 
-/// Clients, and how many at one time.
-const ROUNDS: usize = 4000;
+/// Clients of a quick run and of the slow lane.
+const ROUNDS: [usize; 2] = [800, 8000];
+/// Clients before the counts that the others are compared with.
+const FIRST_ROUNDS: usize = 400;
+/// Clients at one time.
 const THREADS: usize = 4;
-/// What tables may have grown by: less than anything of each client.
-const SLACK_BYTES: usize = 16 << 10;
-const _: () = assert!(SLACK_BYTES / ROUNDS <= 4);
+/// Bytes that tables of the process may have grown by: measured, up to 27 000 bytes come and go, after
+/// 800 clients as after 32 000. Less than anything of each client.
+const SLACK_BYTES: usize = 32 << 10;
+const _: () = assert!(SLACK_BYTES / ROUNDS[0] <= 40 && SLACK_BYTES / ROUNDS[1] <= 4);
 
 /// Of writes of which only a part arrives: a part may be written.
 const ELSEWHERE: u64 = 4 << 20;
@@ -297,14 +302,15 @@ fn nothing_is_left_of_clients_that_leave_or_stop_anywhere() {
         *device.log.lock().unwrap() = Vec::new();
     };
     // What the process keeps is there after the first ones.
-    beside_work(&secure, ROUNDS / 8);
+    beside_work(&secure, FIRST_ROUNDS);
     settled(None);
     std::thread::sleep(Duration::from_millis(1500));
     let (before, bytes_before) = (counts(), BYTES.load(SeqCst));
-    beside_work(&secure, ROUNDS);
+    let rounds = effort(ROUNDS[0], ROUNDS[1]);
+    beside_work(&secure, rounds);
     settled(Some(before));
     let grown = BYTES.load(SeqCst).saturating_sub(bytes_before);
-    assert!(grown <= SLACK_BYTES, "{grown} bytes are left of {ROUNDS} connections");
+    assert!(grown <= SLACK_BYTES, "{grown} bytes are left of {rounds} connections");
     assert_eq!(secure.server.stats().panics, 0);
     secure.assert_sound();
 }

@@ -10,6 +10,8 @@ mod age;
 mod clock;
 #[cfg(not(loom))]
 pub mod codec;
+#[cfg(all(test, not(loom)))]
+mod effort;
 #[cfg(not(loom))]
 pub mod keep;
 #[cfg(not(loom))]

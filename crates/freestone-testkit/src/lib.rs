@@ -11,8 +11,10 @@
 //! * [`s3`]: a server of objects, in this process, that fails as it is told.
 //! * [`Latency`]: a line to a server with a round trip's time and a bandwidth, which counts what goes over it.
 //! * [`certificates`]: for TLS.
+//! * [`effort`]: how many cases a randomised test runs.
 //! * [`librbd`]: a library that stands for Ceph's, over files.
 //! * [`objects`]: a store of objects in memory that fails when it is told to.
+//! * [`tools`]: programs that tests run.
 //! * [`vhost_user`]: a frontend, for exports to virtual machines.
 //!
 //! ```
@@ -27,6 +29,7 @@ pub mod certificates;
 mod compare;
 pub mod conformance;
 mod deferred;
+mod effort;
 mod faulty;
 mod heads;
 mod latency;
@@ -37,10 +40,12 @@ pub mod objects;
 mod rng;
 pub mod s3;
 mod through;
+pub mod tools;
 pub mod vhost_user;
 
 pub use compare::first_difference;
 pub use deferred::{Deferred, Policy};
+pub use effort::effort;
 pub use faulty::{Counts, Faulty, What, When};
 pub use latency::Latency;
 pub use model::Model;

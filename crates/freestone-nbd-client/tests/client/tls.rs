@@ -41,7 +41,7 @@ fn qemu_nbd(dir: &Path, tls: &Path) -> Process {
     let image = dir.join("disk.img");
     fs::write(&image, vec![5; 1 << 20]).unwrap();
     let socket = dir.join("qemu");
-    let mut command = Command::new("qemu-nbd");
+    let mut command = Command::new(freestone_testkit::tools::find("qemu-nbd"));
     let object = format!("tls-creds-x509,id=tls,dir={},endpoint=server,verify-peer=yes", tls.display());
     command.args(["--persistent", "--shared=0", "-f", "raw", "--object", &object, "--tls-creds", "tls"]);
     command.arg("--export-name=disk").arg("--socket").arg(&socket).arg(&image);
@@ -114,7 +114,7 @@ fn nbdkit_over_tcp_with_tls() {
     let ours = Authority::new(dir.join("ours"));
     ours.sign("server", "127.0.0.1", Usage::Server);
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let mut command = Command::new("nbdkit");
+    let mut command = Command::new(freestone_testkit::tools::find("nbdkit"));
     command.args(["-f", "-P"]).arg(dir.join("pid")).args(["-i", "127.0.0.1", "-p", &free.to_string()]);
     command.arg("--tls=require").arg(format!("--tls-certificates={}", ours.dir().display()));
     command.args(["memory", "8M"]);

@@ -7,6 +7,7 @@ use crate::common::device::Manner;
 use crate::common::{Fixture, MemDevice, pattern};
 use freestone_core::device::{Flags, Op};
 use freestone_nbd::CONNECTION_MEMORY_BYTES;
+use freestone_testkit::effort;
 
 const EXPORT_NAME: u32 = 1;
 const GO: u32 = 7;
@@ -28,7 +29,7 @@ fn any_offset_and_length() {
                 seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                 (seed >> 33) % most
             };
-            for round in 0..400 {
+            for round in 0..effort(100, 400) {
                 let most = [10, 700, 5000, 300 << 10, MIB + 3][below(5) as usize];
                 let len = 1 + below(most);
                 let offset = if round % 9 == 0 { size - len } else { below(size - len) };
@@ -73,7 +74,7 @@ fn connections_lose_nothing_to_one_another() {
         device.set(manner);
         let fixture = Fixture::serving(&device);
         fixture.publish("other", &device);
-        let rounds = if manner == Manner::Inline { 3000 } else { 300_u32 };
+        let rounds = if manner == Manner::Inline { effort(600, 3000) } else { effort(100, 300_u32) };
         std::thread::scope(|scope| {
             for at in 0..2 {
                 let mut client = fixture.connect();

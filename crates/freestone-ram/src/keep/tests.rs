@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::*;
+use crate::effort::effort;
 use crate::ram::Config;
 use freestone_core::device::{Blocking as _, Device as _, Error, Flags};
 

@@ -6,6 +6,7 @@ use super::class::HUGE_LINE_BYTES;
 use super::compact::Owners;
 use super::rebuild::RebuildError;
 use super::*;
+use crate::effort::effort;
 use freestone_core::slot::{Common, SlotGuard, Table, Word};
 use freestone_core::sync::Arc;
 
@@ -211,7 +212,7 @@ fn many_threads_share_the_pool() {
             scope.spawn(move || {
                 let mut live: Vec<(u64, u64, usize)> = Vec::new();
                 let mut state = thread + 1;
-                for step in 0..8000_u64 {
+                for step in 0..effort(2000_u64, 8000) {
                     state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
                     // Few classes, so that threads meet in them.
                     let len = 16 * (1 + (state >> 40) % 12) as usize * 20;

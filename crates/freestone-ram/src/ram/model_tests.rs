@@ -5,11 +5,16 @@ use proptest::prelude::*;
 use super::tests::{MIB, config, content, ram};
 use super::*;
 use crate::codec::Algorithm;
+use crate::effort::effort;
 use freestone_core::device::{Blocking, Flags};
 
 /// As many cases as the environment says, else `usual`.
 fn cases(usual: u32) -> u32 {
-    if std::env::var_os("PROPTEST_CASES").is_some() { ProptestConfig::default().cases } else { usual }
+    if std::env::var_os("PROPTEST_CASES").is_some() {
+        ProptestConfig::default().cases
+    } else {
+        effort(usual.div_ceil(4), usual)
+    }
 }
 
 #[derive(Debug, Clone)]

@@ -6,6 +6,7 @@ use super::super::tests::{MIB, config, content};
 use super::super::{Config, PAGE, Secondary};
 use super::*;
 use crate::codec::{Page, Params};
+use crate::effort::effort;
 use freestone_core::device::{Blocking, Flags};
 
 const LZ4: Algorithm = Algorithm::Lz4;
@@ -391,7 +392,9 @@ fn writers_lose_nothing_while_their_pages_are_recompressed() {
         let mut shrunk = 0;
         let began = std::time::Instant::now();
         let mut priority = 1;
-        while began.elapsed() < std::time::Duration::from_millis(1500) {
+        let run_time = std::time::Duration::from_millis(effort(200, 1500));
+        let patience = std::time::Duration::from_secs(60);
+        while began.elapsed() < run_time || (shrunk <= 100 && began.elapsed() < patience) {
             shrunk += ram.recompress(&Recompress { priority: Some(priority), ..all() }).unwrap().shrunk;
             priority = 3 - priority;
         }
@@ -416,7 +419,7 @@ fn a_reset_ends_a_run() {
                 ram.recompress(&all()).unwrap();
             }
         });
-        for round in 0..50 {
+        for round in 0..effort(15, 50) {
             for slot in 0..200 {
                 write(&ram, slot, &page(slot + round, 300));
             }

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::codec::{Algorithm, Params};
+use crate::effort::effort;
 use freestone_core::device::{Blocking, Device, Error, Flags};
 use freestone_core::device::{Buffer, Completion, Extent, ExtentKind, IoBuf, Request, Tried};
 
@@ -359,7 +360,7 @@ fn compaction_under_traffic_moves_objects_and_harms_none() {
                 let ram = &ram;
                 scope.spawn(move || {
                     let mut page_data = vec![0; PAGE_BYTES];
-                    for round in 0..6_u64 {
+                    for round in 0..effort(1, 6_u64) {
                         // The lower half is rewritten, the upper one read.
                         for page in (0..pages / 2).filter(|p| p % 2 == thread) {
                             let data = content((page + round) as u8 % 3 + 3, page + round, PAGE_BYTES);

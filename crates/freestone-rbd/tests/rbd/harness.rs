@@ -1,7 +1,8 @@
 //! The library that stands for Ceph's, and images that it opens.
 
 use std::fs;
-use std::path::PathBuf;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
@@ -9,24 +10,27 @@ use freestone_rbd::{Config, Rbd};
 use freestone_testkit::librbd;
 use tempfile::TempDir;
 
-/// Directories with `librbd.so.1` and `librados.so.2`: one that has all, one of an old version.
-pub struct Built {
-    pub whole: PathBuf,
-    pub old: PathBuf,
-    _dir: TempDir,
-}
+/// Directory with a `librbd.so.1` and `librados.so.2` that have everything.
+pub static WHOLE: LazyLock<PathBuf> = LazyLock::new(|| built("whole", false));
+/// Directory with those of an old version.
+pub static OLD: LazyLock<PathBuf> = LazyLock::new(|| built("old", true));
 
-/// Built once for a process, as what is loaded stays.
-pub static BUILT: LazyLock<Built> = LazyLock::new(|| {
-    let dir = tempfile::tempdir().unwrap();
-    let build = |name: &str, old| {
-        let at = dir.path().join(name);
-        fs::create_dir(&at).unwrap();
-        librbd::build(&at, old);
-        at
-    };
-    Built { whole: build("whole", false), old: build("old", true), _dir: dir }
-});
+/// Builds the library once for its source, whichever process comes first.
+fn built(name: &str, old: bool) -> PathBuf {
+    let mut hasher = DefaultHasher::new();
+    librbd::SOURCE.hash(&mut hasher);
+    let place =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("librbd-{name}-{:016x}", hasher.finish()));
+    if !place.exists() {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        librbd::build(dir.path(), old);
+        // Another process may have been faster. What both have built is the same.
+        if fs::rename(dir.path(), &place).is_err() {
+            assert!(place.exists(), "the library is not at {}", place.display());
+        }
+    }
+    place
+}
 
 /// A cluster: a directory with images.
 pub struct Cluster {
@@ -78,7 +82,7 @@ impl Cluster {
     pub fn config(&self) -> Config {
         Config {
             conf: Some(self.conf()),
-            libraries: Some(BUILT.whole.clone()),
+            libraries: Some(WHOLE.clone()),
             ..Config::new("rbd/vm".parse().unwrap())
         }
     }

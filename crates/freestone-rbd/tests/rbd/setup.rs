@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use freestone_rbd::{Config, Rbd};
 
-use crate::harness::{BUILT, Cluster};
+use crate::harness::{Cluster, OLD};
 
 const SIZE: u64 = 1 << 20;
 
@@ -27,7 +27,7 @@ fn a_machine_without_the_library_is_told_which_package_has_it() {
 #[test]
 fn a_library_that_is_too_old_is_named_with_what_it_lacks() {
     let cluster = Cluster::new(SIZE);
-    let why = refused(&Config { libraries: Some(BUILT.old.clone()), ..cluster.config() });
+    let why = refused(&Config { libraries: Some(OLD.clone()), ..cluster.config() });
     assert!(why.contains("librbd.so.1 has no rbd_aio_write_zeroes; version 16"), "{why}");
 }
 

@@ -214,6 +214,7 @@ fn what_is_fetched_ahead_and_then_wanted_is_fetched_once() {
 }
 
 #[test]
+#[ignore = "slow lane"]
 fn who_wants_while_threads_end_is_answered() {
     bounded(2, || {
         let model = Model::new(comes);
@@ -226,6 +227,7 @@ fn who_wants_while_threads_end_is_answered() {
 }
 
 #[test]
+#[ignore = "slow lane"]
 fn who_waits_for_a_store_that_hangs_is_answered_once() {
     bounded(2, || {
         let model = Model::new(|_, _| Err(Failed { error: device::Error::Media, is_hanging: true }));

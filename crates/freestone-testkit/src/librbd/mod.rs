@@ -7,6 +7,9 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
+/// The source of the library.
+pub const SOURCE: &str = include_str!("fake.c");
+
 /// Builds `librbd.so.1` and `librados.so.2` in a directory that is there and empty; an `old` one lacks
 /// what came with Ceph 16.
 ///

@@ -48,14 +48,25 @@ fn sockets_have_the_mode_and_owner_that_were_asked_for() {
         // They mean what they say.
         let connects = |socket: &str| {
             let uri = format!("nbd+unix:///?socket={}", serve.path(socket).display());
-            finish(Command::new("nbdinfo").args(["--size", &uri]).uid(NOBODY).gid(NOBODY)).0 == 0
+            finish(
+                Command::new(freestone_testkit::tools::find("nbdinfo"))
+                    .args(["--size", &uri])
+                    .uid(NOBODY)
+                    .gid(NOBODY),
+            )
+            .0 == 0
         };
         assert!(connects("nbd"));
         serve.signal(Signal::TERM);
         let (_, dir) = serve.wait();
         let serve = Serve::start_in(dir, &["n=null,size=1M"], true);
         let uri = format!("nbd+unix:///?socket={}", serve.path("nbd").display());
-        let (code, _, err) = finish(Command::new("nbdinfo").args(["--size", &uri]).uid(NOBODY).gid(NOBODY));
+        let (code, _, err) = finish(
+            Command::new(freestone_testkit::tools::find("nbdinfo"))
+                .args(["--size", &uri])
+                .uid(NOBODY)
+                .gid(NOBODY),
+        );
         assert_eq!(code, 1, "by default the socket is its owner's");
         assert!(err.contains("Permission denied"), "{err}");
     }

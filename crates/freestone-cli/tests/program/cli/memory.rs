@@ -127,7 +127,7 @@ fn the_store_that_is_full_shows_in_the_list() {
 #[test]
 fn many_busy_clients_take_no_more_than_the_limits_and_the_budget() {
     const CLIENTS: u64 = 64;
-    const EACH: u64 = 8;
+    const EACH: u64 = 4;
     let dir = tempdir().unwrap();
     let args = [
         "--max-memory-in-flight",
@@ -135,7 +135,7 @@ fn many_busy_clients_take_no_more_than_the_limits_and_the_budget() {
         "d=ram,disksize=512M,mem_limit=48M,backing_dev=spill.img,backing_size=640M",
     ];
     let serve = Serve::start_in(dir, &args, true);
-    // All of it at once would be 512 MiB in flight.
+    // All of it at once would be 256 MiB in flight.
     let data = noise(7, MIB);
     thread::scope(|scope| {
         for number in 0..CLIENTS {

@@ -9,6 +9,7 @@ use std::os::unix::net::UnixListener;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use freestone_testkit::effort;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tempfile::tempdir;
@@ -308,18 +309,18 @@ fn paths_have_any_bytes() {
 /// In the release build, on a machine that does nothing else, it is 0.2 s and 1 s.
 #[test]
 fn very_many_forks_are_told_of_soon() {
-    const FORKS: usize = 20_000;
+    let forks = effort(2_000, 20_000);
     let dir = tempdir().unwrap();
     fs::write(dir.path().join("golden.img"), vec![7; 1 << 20]).unwrap();
     let serve = Serve::start_in(dir, &["golden=file,path=golden.img,readonly=yes,publish=no"], true);
-    serve.text(&["fork", "golden", "job", "--count", &FORKS.to_string()]);
+    serve.text(&["fork", "golden", "job", "--count", &forks.to_string()]);
     let begin = Instant::now();
-    assert_eq!(serve.text(&["list"]).lines().count(), FORKS + 2);
+    assert_eq!(serve.text(&["list"]).lines().count(), forks + 2);
     assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
     let begin = Instant::now();
     let stat = serve.json(&["stat"]);
     assert!(begin.elapsed() < Duration::from_secs(40), "{:?}", begin.elapsed());
-    assert_eq!(stat["devices"][FORKS]["name"], format!("job-{}", FORKS - 1));
+    assert_eq!(stat["devices"][forks]["name"], format!("job-{}", forks - 1));
     assert_eq!(serve.text(&["remove", "job-*"]), "");
     assert_eq!(serve.names(), "golden");
 }

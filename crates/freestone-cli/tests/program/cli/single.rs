@@ -273,7 +273,7 @@ fn others_start_it_for_each_client() {
     let socket = dir.path().join("activated");
     // Both ways in which systemd hands a connection over.
     for inetd in [true, false] {
-        let mut systemd = Command::new("systemd-socket-activate");
+        let mut systemd = Command::new(freestone_testkit::tools::find("systemd-socket-activate"));
         systemd.arg("--accept").args(inetd.then_some("--inetd")).arg("--listen").arg(&socket);
         systemd
             .args([PROGRAM, "serve", "--single", "r=ram,disksize=8M"])
@@ -284,7 +284,7 @@ fn others_start_it_for_each_client() {
     }
     for pipes in ["", ",pipes"] {
         let exec = format!("EXEC:{PROGRAM} serve --single r=ram\\,disksize=8M{pipes}");
-        let mut socat = Command::new("socat");
+        let mut socat = Command::new(freestone_testkit::tools::find("socat"));
         socat.arg(format!("UNIX-LISTEN:{},fork,unlink-early", socket.display())).arg(exec);
         for_each_client(dir.path(), socat, &socket);
         let _ = fs::remove_file(&socket);

@@ -108,7 +108,9 @@ fn sockets_of_a_service_manager_are_served() {
     for _ in 0..2 {
         let mut server = start();
         let uri = format!("nbd+unix:///n?socket={}", path.display());
-        let (code, out, err) = finish(std::process::Command::new("nbdinfo").args(["--size", &uri]));
+        let (code, out, err) = finish(
+            std::process::Command::new(freestone_testkit::tools::find("nbdinfo")).args(["--size", &uri]),
+        );
         assert_eq!((code, out.trim()), (0, "1048576"), "{err}");
         assert!(!dir.path().join("freestone").exists(), "no socket of its own");
         kill_process(Pid::from_raw(server.id().cast_signed()).unwrap(), Signal::TERM).unwrap();

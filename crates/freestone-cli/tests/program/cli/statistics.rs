@@ -13,7 +13,10 @@ fn every_device_counts_what_it_is_asked_for() {
     std::fs::write(&image, vec![1; 4 << 20]).unwrap();
     let qcow2 = dir.path().join("q");
     let (status, ..) = crate::harness::finish(
-        std::process::Command::new("qemu-img").args(["create", "-qf", "qcow2"]).arg(&qcow2).arg("4M"),
+        std::process::Command::new(freestone_testkit::tools::find("qemu-img"))
+            .args(["create", "-qf", "qcow2"])
+            .arg(&qcow2)
+            .arg("4M"),
     );
     assert_eq!(status, 0);
     let serve = Serve::start(&[

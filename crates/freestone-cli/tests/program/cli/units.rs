@@ -52,7 +52,7 @@ fn systemd_knows_all_that_is_in_the_units() {
         if instance != name {
             fs::copy(dir.path().join(name), &file).unwrap();
         }
-        let mut command = Command::new("systemd-analyze");
+        let mut command = Command::new(freestone_testkit::tools::find("systemd-analyze"));
         command.env("SYSTEMD_UNIT_PATH", format!("{}:", dir.path().display()));
         finish(command.args(["verify", "--man=no"]).arg(file))
     };
@@ -81,7 +81,7 @@ fn services_may_do_no_more_than_they_need() {
     known.sort_unstable();
     assert_eq!(services, known);
     for (name, most) in EXPOSED_AT_MOST {
-        let mut command = Command::new("systemd-analyze");
+        let mut command = Command::new(freestone_testkit::tools::find("systemd-analyze"));
         command.args(["security", "--no-pager", "--offline=true"]).arg(format!("--threshold={most}"));
         let (code, out, err) = finish(command.arg(dir.path().join(name)));
         assert_eq!(code, 0, "{name}: {} {err}", out.lines().last().unwrap_or_default());

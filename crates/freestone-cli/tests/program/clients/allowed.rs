@@ -40,12 +40,12 @@ fn is_served(mut client: Command, socket: &Path) -> bool {
 
 /// By who runs the tests.
 fn ours() -> Command {
-    Command::new("nbdinfo")
+    Command::new(freestone_testkit::tools::find("nbdinfo"))
 }
 
 /// By another user, with a further group.
 fn theirs(group: u32) -> Command {
-    let mut command = Command::new("setpriv");
+    let mut command = Command::new(freestone_testkit::tools::find("setpriv"));
     let [user, group] = [NOBODY, group].map(|number| number.to_string());
     command.args(["--reuid", &user, "--regid", &user, "--groups", &group, "--", "nbdinfo"]);
     command

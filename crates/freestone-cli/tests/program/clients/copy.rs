@@ -21,16 +21,16 @@ fn same_image(original: &Path, copy: &Path) {
 
 #[test]
 fn a_file_system_goes_in_and_out() {
-    const SIZE: u64 = 256 * MIB;
+    const SIZE: u64 = 96 * MIB;
     let dir = tempfile::tempdir().unwrap();
-    let image = ext4_image(dir.path(), 96 * MIB, SIZE);
+    let image = ext4_image(dir.path(), 32 * MIB, SIZE);
     let sparse = allocated(&image);
-    assert!(sparse < SIZE / 2 + 32 * MIB && sparse > 64 * MIB, "not the image this test is about: {sparse}");
+    assert!(sparse < SIZE / 2 + 16 * MIB && sparse > 24 * MIB, "not the image this test is about: {sparse}");
     let out = dir.path().join("out");
     let args = [
-        "ram0=ram,disksize=256M",
-        "ram1=ram,disksize=256M,comp_algorithm=zstd",
-        "ram2=ram,disksize=256M,comp_algorithm=store",
+        "ram0=ram,disksize=96M",
+        "ram1=ram,disksize=96M,comp_algorithm=zstd",
+        "ram2=ram,disksize=96M,comp_algorithm=store",
         "--nbd",
         "tcp:127.0.0.1:0",
         "--nbd",
@@ -63,7 +63,7 @@ fn a_file_system_goes_in_and_out() {
     fs::remove_file(&out).unwrap();
 
     // Over data that is there already: what the image has no data for must be wiped.
-    ok(tool("qemu-io").args(["-f", "raw", "-c", "write -P 170 0 256M"]).arg(tcp("ram2")));
+    ok(tool("qemu-io").args(["-f", "raw", "-c", "write -P 170 0 96M"]).arg(tcp("ram2")));
     ok(tool("nbdcopy").args(several).arg(&image).arg(tcp("ram2")));
     assert!(stat(&serve, "ram2", "mm_stat", "orig_data_size") <= sparse);
     ok(tool("nbdcopy").args(several).arg(uri(&serve, "ram2")).arg(&out));

@@ -248,7 +248,7 @@ fn new_files_are_read_without_an_outage() {
         "driver=nbd,path={},export=r,tls-creds=t,tls-hostname=localhost",
         serve.path("nbd").display()
     );
-    let mut client = Command::new("qemu-io");
+    let mut client = Command::new(freestone_testkit::tools::find("qemu-io"));
     client.args(["--object", &object, "--image-opts", &image, "-c", "write -P 1 0 64k"]);
     client.args(["-c", "sleep 3000", "-c", "read -P 1 0 64k"]).stdout(std::process::Stdio::piped());
     let client = client.spawn().unwrap();

@@ -1,11 +1,11 @@
 //! Starts clients and reads what they say.
 
-use std::env;
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 
+pub use freestone_testkit::tools::find;
 use serde_json::Value;
 
 use crate::harness::Serve;
@@ -15,28 +15,6 @@ pub const MIB: u64 = 1 << 20;
 
 /// A client that hangs is ended, so that a test which waits for it fails.
 const CLIENT_SECONDS_MAX: u32 = 100;
-
-/// The clients and the Debian packages they are in.
-const PACKAGES: [(&str, &str); 18] = [
-    ("gdb", "gdb"),
-    ("fio", "fio"),
-    ("nbdinfo", "libnbd-bin"),
-    ("nbdcopy", "libnbd-bin"),
-    ("nbdfuse", "nbdfuse"),
-    ("fusermount3", "fuse3"),
-    ("qemu-img", "qemu-utils"),
-    ("qemu-io", "qemu-utils"),
-    ("qemu-nbd", "qemu-utils"),
-    ("nbdkit", "nbdkit"),
-    ("mke2fs", "e2fsprogs"),
-    ("e2fsck", "e2fsprogs"),
-    ("mount", "mount"),
-    ("umount", "mount"),
-    ("losetup", "mount"),
-    ("fstrim", "util-linux"),
-    ("tar", "tar"),
-    ("chromium", "chromium"),
-];
 
 /// A client, found in PATH or where Debian puts the tools of the administrator.
 pub fn tool(name: &str) -> Command {
@@ -54,14 +32,6 @@ pub fn root_tool(name: &str) -> Command {
     command.args(["-n", "timeout", "--kill-after=5"]).arg(CLIENT_SECONDS_MAX.to_string()).arg(find(name));
     command.stdin(Stdio::null());
     command
-}
-
-pub fn find(name: &str) -> PathBuf {
-    let path = env::var_os("PATH").unwrap_or_default();
-    let mut dirs = env::split_paths(&path).chain(["/usr/sbin".into(), "/sbin".into()]);
-    let package = PACKAGES.iter().find(|(tool, _)| *tool == name).map_or("coreutils", |(_, package)| package);
-    dirs.find_map(|dir| Some(dir.join(name)).filter(|file| file.is_file()))
-        .unwrap_or_else(|| panic!("{name} is missing: apt-get install --no-install-recommends {package}"))
 }
 
 /// Runs a client that must succeed. Returns what it says on stdout.

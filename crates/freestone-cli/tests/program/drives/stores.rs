@@ -5,6 +5,7 @@ use std::fs;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use freestone_testkit::effort;
 use serde_json::{Value, json};
 
 use crate::clients::tools::{MIB, noise, stat};
@@ -62,7 +63,12 @@ fn all_that_can_be_written_is_an_origin_and_takes_copies() {
         let keeps = name != "nothing";
         for (at, cow) in cows.iter().enumerate() {
             // Each kind of store with each kind of device.
-            for store in ["N", "P", "PO"].iter().skip((round + at) % 2).step_by(2) {
+            let stores = ["N", "P", "PO"].iter();
+            let some = effort(
+                stores.clone().skip((round + at) % 3).step_by(3),
+                stores.skip((round + at) % 2).step_by(2),
+            );
+            for store in some {
                 let what = format!("{origin} {cow} {store}");
                 serve.text(&["create", &format!("{cow},publish=no")]);
                 let store_key = format!("store={store}");
@@ -216,7 +222,7 @@ fn cut_under_load(serve: &Serve, writers: &[&str], seed: u64) -> Value {
 fn after_a_loss_of_power_a_snapshot_is_as_at_its_creation() {
     let serve = Serve::start(&[DRIVES[0], "c=ram,disksize=32M,power_cut=yes,publish=no"]);
     let (mut lost, mut copied) = (0, 0);
-    for seed in 0..6 {
+    for seed in 0..effort(2, 6) {
         // Most of it is in the drive's cache when the snapshot is taken.
         let before = noise(seed, SIZE);
         fill(&serve, "o", &before);
@@ -248,7 +254,7 @@ fn after_a_loss_of_power_a_snapshot_is_as_at_its_creation() {
 #[test]
 fn what_was_written_to_a_snapshot_is_as_a_drive_keeps_it() {
     let serve = Serve::start(&DRIVES);
-    for seed in 0..8 {
+    for seed in 0..effort(3, 8) {
         let before = content(&serve, "o");
         let held = content(&serve, "s");
         // Its own writes are in one half, flushed or not; the other half shows the origin's past.
@@ -277,7 +283,7 @@ fn a_merge_goes_on_after_a_loss_of_power() {
         "t=snapshot,origin=o,readonly=yes",
     ];
     let serve = Serve::start_in(dir, &devices, true);
-    for seed in 0..6 {
+    for seed in 0..effort(2, 6) {
         let before = noise(seed, SIZE);
         if seed > 0 {
             fill(&serve, "o", &before);

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use freestone_testkit::effort;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -16,7 +17,6 @@ use tempfile::TempDir;
 use super::{image_in, serve};
 use crate::harness::Serve;
 
-const VERBS: usize = 2000;
 const CLIENTS: usize = 3;
 
 /// Numbers from a seed.
@@ -213,7 +213,7 @@ fn a_server_that_is_killed_or_ended_has_each_verb_whole_or_not_at_all() {
         .collect();
     let (mut kills, mut cut_off, mut done) = (0, [0, 0], 0);
     let mut known: BTreeMap<String, String> = BTreeMap::new();
-    while done < VERBS {
+    while done < effort(600, 2000) {
         let words: &[&str] = if kills == 0 { &["golden=file,path=golden.img,readonly=yes"] } else { &[] };
         let server = serve(dir, words);
         let now = uuids(&server);

@@ -444,7 +444,7 @@ fn a_recompression_keeps_what_became_smaller() {
         "r=ram,disksize=128M,recomp_algorithm=algo=zstd priority=1,algorithm_params=priority=1 level=22",
     ]);
     // Text of few letters: zstd at its highest level takes its time with that.
-    let data: Vec<u8> = noise(3, 96 * MIB).into_iter().map(|byte| b'a' + byte % 8).collect();
+    let data: Vec<u8> = noise(3, 32 * MIB).into_iter().map(|byte| b'a' + byte % 8).collect();
     let image = serve.path("letters");
     fs::write(&image, data).unwrap();
     ok(tool("nbdcopy").arg(&image).arg(uri(&serve, "r")));

@@ -4,8 +4,6 @@ use super::*;
 use crate::ram::ForkConfig;
 
 const SIZE_MAX: u64 = 3 * MIB;
-/// Histories of one run.
-const SEEDS: u64 = 5;
 /// What [`Modelled::least`] is of a fork of a snapshot: the model does not know what a rewind brings.
 const OF_SNAPSHOT: u64 = 1;
 
@@ -183,12 +181,12 @@ fn run(seed: u64, steps: u64) -> [u32; 3] {
 #[test]
 fn families_come_back_as_they_were_whatever_became_of_them() {
     let mut wrote = [0; 3];
-    for seed in 1..=SEEDS {
+    for seed in 1..=effort(1, 5) {
         for (all, one) in wrote.iter_mut().zip(run(seed, 400)) {
             *all += one;
         }
     }
-    assert!(wrote[0] > 6 && wrote[1] > 12, "{wrote:?}: both kinds of files");
+    assert!(wrote[0] > effort(1, 6) && wrote[1] > effort(2, 12), "{wrote:?}: both kinds of files");
 }
 
 /// Saves a disk of 8 MiB that is full of noise, named a. What it holds.

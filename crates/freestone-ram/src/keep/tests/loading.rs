@@ -42,7 +42,7 @@ fn writers_win_over_the_loader() {
     const PAGES: u64 = 4096;
     let dir = tempfile::tempdir().unwrap();
     numbered(dir.path(), PAGES, Algorithm::Lz4);
-    for round in 0..6 {
+    for round in 0..effort(2, 6) {
         let (mut keep, devices, mut loading) = restored(dir.path(), &family(), &[]);
         let ram = named(&devices, "a");
         let stop = AtomicBool::new(false);

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use freestone::cow::{Config, MergeStatus, Origin, Snapshot, StoreKind};
 use freestone::device::{Blocking, Device, Error, Extent, ExtentKind, Flags, Op};
 use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{Deferred, Faulty, Model, Policy, Rng, What, When};
+use freestone_testkit::{Deferred, Faulty, Model, Policy, Rng, What, When, effort};
 
 use crate::cow::support::{KINDS, Kind, Stop, config};
 
@@ -17,10 +17,10 @@ const COW_SIZE: u64 = 8 << 20;
 fn options(seed: u64) -> Options {
     Options {
         seed,
-        rounds: 60,
+        rounds: effort(25, 60),
         window: 512 << 10,
         max_io: 256 << 10,
-        thread_rounds: 60,
+        thread_rounds: effort(25, 60),
         ..Options::default()
     }
 }

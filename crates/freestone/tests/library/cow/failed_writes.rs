@@ -250,29 +250,36 @@ fn a_merge_that_a_store_was_found_with_is_durable() {
 /// The same with a snapshot that was given up.
 #[test]
 fn a_snapshot_that_was_found_invalid_stays_so() {
-    for seed in 0..10 {
-        let (below, cow) = (faulty(SIZE), Cached::new());
-        {
-            let origin = Origin::new(below.clone());
-            let snapshot = open(&origin, cow.clone());
-
-            // Its copy fails, so the first write that should be durable is that of the header.
-
-            below.fault(Some(Op::Read), When::Always, FAILS);
-            cow.fails(true);
-            origin.write_at(0, &bytes(1, CHUNK), NONE).unwrap();
-            below.heal();
-            assert_eq!(snapshot.status(), Status::Invalid);
+    // Each seed waits for the attempts at the header to end, so all of them wait at one time.
+    std::thread::scope(|scope| {
+        for seed in 0..10 {
+            scope.spawn(move || check_found_invalid(seed));
         }
-        cow.fails(false);
-        {
-            let origin = Origin::new(below.clone());
-            let snapshot = open(&origin, cow.clone());
-            assert_eq!(snapshot.status(), Status::Invalid);
-            origin.write_at(CHUNK, &bytes(2, CHUNK), NONE).unwrap();
-        }
-        let _ = cow.power.cut(seed).unwrap();
-        let snapshot = open(&Origin::new(below.clone()), cow.clone());
-        assert_eq!(snapshot.status(), Status::Invalid, "seed {seed}: a lost snapshot is back");
+    });
+}
+
+fn check_found_invalid(seed: u64) {
+    let (below, cow) = (faulty(SIZE), Cached::new());
+    {
+        let origin = Origin::new(below.clone());
+        let snapshot = open(&origin, cow.clone());
+
+        // Its copy fails, so the first write that should be durable is that of the header.
+
+        below.fault(Some(Op::Read), When::Always, FAILS);
+        cow.fails(true);
+        origin.write_at(0, &bytes(1, CHUNK), NONE).unwrap();
+        below.heal();
+        assert_eq!(snapshot.status(), Status::Invalid);
     }
+    cow.fails(false);
+    {
+        let origin = Origin::new(below.clone());
+        let snapshot = open(&origin, cow.clone());
+        assert_eq!(snapshot.status(), Status::Invalid);
+        origin.write_at(CHUNK, &bytes(2, CHUNK), NONE).unwrap();
+    }
+    let _ = cow.power.cut(seed).unwrap();
+    let snapshot = open(&Origin::new(below.clone()), cow.clone());
+    assert_eq!(snapshot.status(), Status::Invalid, "seed {seed}: a lost snapshot is back");
 }

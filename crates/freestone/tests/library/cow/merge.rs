@@ -541,6 +541,7 @@ fn a_crash_during_writes_to_the_origin_loses_no_snapshot() {
 /// A merge begins when no write of the origin is under way; where one does not end, it does not
 /// begin.
 #[test]
+#[ignore = "slow lane"]
 fn a_merge_into_an_origin_whose_writes_do_not_end_does_not_begin() {
     let disk = Arc::new(Faulty::new(SIZE as usize, 512));
     let origin = Origin::new(disk.clone());

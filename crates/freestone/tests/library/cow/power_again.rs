@@ -11,7 +11,7 @@ use freestone::cow::{Origin, Snapshot, Status, StoreKind};
 use freestone::device::{Blocking, Completion, Device, Error, IoBuf, Request};
 use freestone::power::{Config, Power};
 use freestone::quiesce::Quiesce;
-use freestone_testkit::{Deferred, Model, Policy, Rng};
+use freestone_testkit::{Deferred, Model, Policy, Rng, effort};
 
 use crate::cow::support::{CHUNK, config};
 
@@ -201,7 +201,7 @@ impl Machine {
 /// snapshot: the first half of the snapshot and the second of the origin stay as they were.
 #[test]
 fn what_was_flushed_is_there_and_the_snapshot_shows_what_it_showed() {
-    for seed in 0..6 {
+    for seed in 0..effort(2, 6) {
         let machine = Machine::new(seed);
         let writer = |number: u64| {
             let sectors = vec![Sector::default(); (CHUNKS / 2 * SECTORS) as usize];

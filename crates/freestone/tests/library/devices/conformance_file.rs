@@ -140,7 +140,11 @@ fn block_device() {
     let file = File::open(&Config::new(&disk.0)).unwrap();
     let grow = || {
         fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(2 * SIZE).unwrap();
-        let done = Command::new("losetup").arg("--set-capacity").arg(&disk.0).status().unwrap();
+        let done = Command::new(freestone_testkit::tools::find("losetup"))
+            .arg("--set-capacity")
+            .arg(&disk.0)
+            .status()
+            .unwrap();
         assert!(done.success());
         assert_eq!(file.refresh(), Ok(2 * SIZE));
     };
@@ -152,7 +156,10 @@ struct LoopDevice(PathBuf);
 
 impl LoopDevice {
     fn over(path: &Path) -> Option<Self> {
-        let out = Command::new("losetup").args(["--find", "--show"]).arg(path).output();
+        let out = Command::new(freestone_testkit::tools::find("losetup"))
+            .args(["--find", "--show"])
+            .arg(path)
+            .output();
         match out {
             Ok(out) if out.status.success() => {
                 Some(Self(PathBuf::from(String::from_utf8(out.stdout).unwrap().trim())))
@@ -168,7 +175,7 @@ impl LoopDevice {
 
 impl Drop for LoopDevice {
     fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
+        let _ = Command::new(freestone_testkit::tools::find("losetup")).arg("--detach").arg(&self.0).status();
     }
 }
 

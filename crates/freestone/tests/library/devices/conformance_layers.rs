@@ -8,7 +8,7 @@ use freestone::device::{Blocking, Device, Flags};
 use freestone::file::{self, File};
 use freestone::ram::{Config, Family, ForkConfig, Ram};
 use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{Deferred, Model, Policy, Rng};
+use freestone_testkit::{Deferred, Model, Policy, Rng, effort};
 
 const MIB: u64 = 1 << 20;
 /// Not whole pages.
@@ -100,11 +100,11 @@ fn live(base: Base, family: &Family) -> Ram {
 
 fn options() -> Options {
     Options {
-        rounds: 40,
+        rounds: effort(15, 40),
         window: MIB,
         max_io: 256 << 10,
         threads: 3,
-        thread_rounds: 60,
+        thread_rounds: effort(25, 60),
         ..Options::default()
     }
 }
@@ -164,6 +164,8 @@ fn of_a_busy_origin(make: impl Fn(&Ram) -> Ram) {
                 while !stop.load(Ordering::SeqCst) {
                     fill(&origin, seed);
                     seed += 1;
+                    // The suite needs the processor as well.
+                    std::thread::sleep(std::time::Duration::from_micros(500));
                 }
             });
             let device = || -> Arc<dyn Device> { Arc::new(make(&origin)) };

@@ -6,7 +6,9 @@ use std::time::Duration;
 use freestone::device::Device;
 use freestone::null::{BadBlocks, BadConfig, Config, Memory, Null, PaceConfig, Paced};
 use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{Deferred, Policy};
+use freestone_testkit::{Deferred, Policy, effort};
+
+use crate::devices::conformance_options;
 
 fn null(size: u64, logical_block: u32) -> Arc<dyn Device> {
     Arc::new(Null::new(Config::plain(size, logical_block)).unwrap())
@@ -30,7 +32,7 @@ fn paced(inner: Arc<dyn Device>, mbps: u32, micros: u64) -> Arc<dyn Device> {
 }
 
 fn stores_nothing() -> Options {
-    Options { stores: false, window: 1 << 20, rounds: 100, ..Options::default() }
+    Options { stores: false, window: 1 << 20, rounds: effort(30, 100), ..Options::default() }
 }
 
 #[test]
@@ -59,7 +61,7 @@ fn deferred_null() {
 fn memory_alone() {
     // The last one ends inside a page.
     for (size, block) in [(64 << 20, 512), (5 << 40, 4096), ((3 << 20) + 512, 512), (9 << 20, 2048)] {
-        conformance::check("memory", &|| memory(size, block), Options::default());
+        conformance::check("memory", &|| memory(size, block), conformance_options());
     }
 }
 
@@ -67,22 +69,22 @@ fn memory_alone() {
 fn memory_without_discard_and_in_pieces() {
     let config = Config { discard: false, max_request: 12 << 10, ..Config::plain(64 << 20, 1024) };
     let make = || Arc::new(Memory::new(config).unwrap()) as Arc<dyn Device>;
-    conformance::check("memory with max_request", &make, Options::default());
+    conformance::check("memory with max_request", &make, conformance_options());
     let config = Config { read_only: true, ..config };
     let make = || Arc::new(Memory::new(config).unwrap()) as Arc<dyn Device>;
-    conformance::check("read-only memory", &make, Options::default());
+    conformance::check("read-only memory", &make, conformance_options());
 }
 
 #[test]
 fn bad_blocks_without_ranges() {
-    conformance::check("bad blocks over memory", &|| bad(memory(64 << 20, 512)), Options::default());
+    conformance::check("bad blocks over memory", &|| bad(memory(64 << 20, 512)), conformance_options());
     let make = || bad(deferred(memory(64 << 20, 4096)));
-    conformance::check("bad blocks over deferred memory", &make, Options::default());
+    conformance::check("bad blocks over deferred memory", &make, conformance_options());
 }
 
 #[test]
 fn paced_devices() {
-    let options = Options { rounds: 60, thread_rounds: 60, ..Options::default() };
+    let options = Options { rounds: effort(20, 60), thread_rounds: effort(20, 60), ..conformance_options() };
     for (name, mbps, micros) in [("limited", 4096, 0), ("delayed", 0, 50), ("both", 4096, 20)] {
         let name = format!("{name} memory");
         conformance::check(&name, &|| paced(memory(64 << 20, 512), mbps, micros), options);
@@ -93,7 +95,7 @@ fn paced_devices() {
 
 #[test]
 fn stacks() {
-    let options = Options { rounds: 60, thread_rounds: 60, ..Options::default() };
+    let options = Options { rounds: effort(20, 60), thread_rounds: effort(20, 60), ..conformance_options() };
     let make = || deferred(paced(bad(memory(64 << 20, 4096)), 8192, 10));
     conformance::check("deferred, paced, with bad blocks, in memory", &make, options);
     let make = || bad(paced(paced(memory(64 << 20, 512), 8192, 10), 4096, 0));

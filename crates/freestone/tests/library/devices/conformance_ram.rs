@@ -5,8 +5,10 @@ use std::sync::Arc;
 use freestone::codec::Algorithm;
 use freestone::device::Device;
 use freestone::ram::{Config, Ram};
-use freestone_testkit::conformance::{self, Options};
+use freestone_testkit::conformance;
 use freestone_testkit::{Deferred, Policy};
+
+use crate::devices::conformance_options;
 
 fn ram(comp_algorithm: Algorithm) -> Ram {
     Ram::new(Config { disksize: 24 << 20, comp_algorithm, ..Config::default() }).unwrap()
@@ -14,8 +16,9 @@ fn ram(comp_algorithm: Algorithm) -> Ram {
 
 #[test]
 fn every_algorithm_conforms() {
+    let options = conformance_options();
     for algorithm in Algorithm::ALL {
-        conformance::check(algorithm.name(), &|| Arc::new(ram(algorithm)), Options::default());
+        conformance::check(algorithm.name(), &|| Arc::new(ram(algorithm)), options);
     }
 }
 
@@ -24,13 +27,13 @@ fn it_conforms_behind_a_device_that_defers() {
     let make = || -> Arc<dyn Device> {
         Arc::new(Deferred::new(Arc::new(ram(Algorithm::Lz4)), Policy::Sometimes(30), 5))
     };
-    conformance::check("deferred lz4", &make, Options::default());
+    conformance::check("deferred lz4", &make, conformance_options());
 }
 
 #[test]
 fn it_conforms_while_it_grows() {
     let disk = ram(Algorithm::Lz4);
-    conformance::grown(&disk, &Options::default(), &|| disk.grow(40 << 20).unwrap()).unwrap();
+    conformance::grown(&disk, &conformance_options(), &|| disk.grow(40 << 20).unwrap()).unwrap();
 }
 
 #[test]
@@ -50,7 +53,7 @@ fn it_conforms_while_the_pool_is_compacted() {
                 disk.reset().unwrap();
                 Arc::new(disk.clone())
             },
-            Options::default(),
+            conformance_options(),
         );
         drop(stop);
     });

@@ -4,8 +4,10 @@ use std::sync::Arc;
 
 use freestone::device::{Blocking, Completion, Counting, Device, Error, Flags, IoBuf, Op, Request};
 use freestone::ram::{Config, Ram};
-use freestone_testkit::conformance::{self, Options};
+use freestone_testkit::conformance;
 use freestone_testkit::{Deferred, Faulty, Policy, What, When};
+
+use crate::devices::conformance_options;
 
 fn ram() -> Arc<dyn Device> {
     Arc::new(Ram::new(Config { disksize: 24 << 20, ..Config::default() }).unwrap())
@@ -14,9 +16,9 @@ fn ram() -> Arc<dyn Device> {
 #[test]
 fn it_conforms_over_what_does_all_at_once_and_what_defers() {
     let counting = |inner: Arc<dyn Device>| -> Arc<dyn Device> { Arc::new(Counting::new("d", inner)) };
-    conformance::check("counted", &|| counting(ram()), Options::default());
+    conformance::check("counted", &|| counting(ram()), conformance_options());
     let deferred = || counting(Arc::new(Deferred::new(ram(), Policy::Sometimes(30), 3)));
-    conformance::check("counted, deferred", &deferred, Options::default());
+    conformance::check("counted, deferred", &deferred, conformance_options());
 }
 
 #[test]

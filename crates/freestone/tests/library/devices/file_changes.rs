@@ -12,6 +12,7 @@ use freestone::device::{
     Blocking, Buffer, Completion, Device, Error, ExtentKind, Flags, IoBuf, Op, Request, Tried,
 };
 use freestone::file::{Config, Direct, Engine, File};
+use freestone_testkit::effort;
 
 const SIZE: u64 = 1 << 20;
 const MODES: [(Direct, Engine); 4] = [
@@ -155,7 +156,7 @@ struct Mount(tempfile::TempDir);
 impl Mount {
     fn new(size: &str) -> Option<Self> {
         let dir = tempfile::tempdir().unwrap();
-        let mut mount = Command::new("mount");
+        let mut mount = Command::new(freestone_testkit::tools::find("mount"));
         mount.args(["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs"]).arg(dir.path());
         match mount.output() {
             Ok(out) if out.status.success() => Some(Self(dir)),
@@ -171,7 +172,8 @@ impl Mount {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        let _ = Command::new("umount").arg("--lazy").arg(self.0.path()).status();
+        let _ =
+            Command::new(freestone_testkit::tools::find("umount")).arg("--lazy").arg(self.0.path()).status();
     }
 }
 
@@ -231,7 +233,7 @@ fn overlapping_reads_and_writes_are_never_torn() {
     for mode in MODES {
         let (file, _) = fresh(dir.path(), mode);
         file.write_at(0, &data[0], Flags::empty()).unwrap();
-        let until = Instant::now() + Duration::from_millis(300);
+        let until = Instant::now() + Duration::from_millis(effort(100, 300));
         std::thread::scope(|scope| {
             for mine in data.chunks(2) {
                 let file = &file;

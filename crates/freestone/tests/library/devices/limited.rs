@@ -13,8 +13,10 @@ use freestone::null::Null;
 use freestone::ram::Ram;
 use freestone::zone::{State, Zones};
 use freestone::{null, ram, zone};
-use freestone_testkit::conformance::{self, Options};
+use freestone_testkit::conformance;
 use freestone_testkit::{Deferred, Policy};
+
+use crate::devices::conformance_options;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const PAGE: u64 = 4096;
@@ -57,10 +59,11 @@ fn writes(device: &dyn Device, count: u64) -> Receiver<(u64, Result<()>)> {
 #[test]
 fn it_conforms_with_little_and_a_large_burst() {
     let limits = Limits { iops: 1000, bps: 1 << 20, iops_burst: 10_000_000, bps_burst: 1 << 40 };
-    conformance::check("limited", &|| Arc::new(limited(limits)), Options::default());
+    let options = conformance_options();
+    conformance::check("limited", &|| Arc::new(limited(limits)), options);
     // Where nearly each request waits.
     let limits = Limits { iops: 1_000_000, iops_burst: 1, bps: 2 << 30, bps_burst: PAGE };
-    conformance::check("limited, without a burst", &|| Arc::new(limited(limits)), Options::default());
+    conformance::check("limited, without a burst", &|| Arc::new(limited(limits)), options);
     let deferred = || -> Arc<dyn Device> {
         let inner = Arc::new(Deferred::new(disk(), Policy::Sometimes(30), 3));
         let first = Counting::new("d", inner);
@@ -69,7 +72,7 @@ fn it_conforms_with_little_and_a_large_burst() {
         way.set_limits(&limits).unwrap();
         Arc::new(way)
     };
-    conformance::check("limited twice, deferred", &deferred, Options::default());
+    conformance::check("limited twice, deferred", &deferred, options);
 }
 
 #[test]

@@ -15,3 +15,12 @@ mod null_badblocks;
 mod null_memory;
 mod null_pace;
 mod null_threads;
+
+use freestone_testkit::conformance::Options;
+use freestone_testkit::effort;
+
+/// Returns how far the conformance suite goes with a device of memory.
+pub fn conformance_options() -> Options {
+    let (rounds, window, max_io) = effort((60, 1 << 20, 256 << 10), (300, 4 << 20, 1 << 20));
+    Options { rounds, thread_rounds: rounds, window, max_io, ..Options::default() }
+}

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use freestone::device::{Blocking, Completion, Device, Error, Flags, IoBuf, Op, Request};
 use freestone::ram::{Config, Family, ForkConfig, Ram, SetupError, Writeback};
-use freestone_testkit::{Faulty, Model, Rng, What, When};
+use freestone_testkit::{Faulty, Model, Rng, What, When, effort};
 
 const PAGE: u64 = 4096;
 const MIB: u64 = 1 << 20;
@@ -137,7 +137,7 @@ fn fill(device: &Ram, what: &str) {
 #[test]
 fn what_a_rewind_leaves_is_no_cause_of_a_refusal() {
     let disk = family(SMALL_LIMIT).ram(MANY * PAGE).unwrap();
-    for round in 0..200 {
+    for round in 0..effort(40, 200) {
         fill(&disk, &format!("after rewind {round}"));
         disk.rewind().unwrap();
     }
@@ -148,7 +148,7 @@ fn what_a_rewind_leaves_is_no_cause_of_a_refusal() {
 fn two_writers_after_a_rewind_are_not_refused() {
     let family = family(SMALL_LIMIT);
     let (a, b) = (family.ram(MIB).unwrap(), family.ram(MIB).unwrap());
-    for round in 0..200 {
+    for round in 0..effort(40, 200) {
         std::thread::scope(|scope| {
             for device in [&a, &b] {
                 scope.spawn(move || {
@@ -169,7 +169,7 @@ fn two_writers_after_a_rewind_are_not_refused() {
 #[test]
 fn what_a_removed_device_leaves_is_no_cause_of_a_refusal() {
     let family = family(SMALL_LIMIT);
-    for round in 0..200 {
+    for round in 0..effort(40, 200) {
         let disk = family.ram(MANY * PAGE).unwrap();
         fill(&disk, &format!("after removal {round}"));
     }
@@ -179,7 +179,7 @@ fn what_a_removed_device_leaves_is_no_cause_of_a_refusal() {
 #[test]
 fn what_a_removed_snapshot_leaves_is_no_cause_of_a_refusal() {
     let disk = family(SMALL_LIMIT).ram(MANY * PAGE).unwrap();
-    for round in 0..200 {
+    for round in 0..effort(40, 200) {
         fill(&disk, &format!("after removal {round}"));
         let snapshot = disk.snapshot().unwrap();
         disk.discard(0, MANY * PAGE).unwrap();

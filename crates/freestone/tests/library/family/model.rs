@@ -2,8 +2,8 @@
 //! everything that can be done to them, in random order. Every device is a map of pages in the
 //! model; after each step all of them must show just that.
 //!
-//! `FREESTONE_SEED` runs one seed, which a failure prints; `FREESTONE_MODEL_SECONDS` runs each of
-//! the tests for so long.
+//! `FREESTONE_SEED` runs one seed, which a failure prints; `FREESTONE_MODEL_SECONDS` sets the run
+//! time of each test. Without it, a quick run takes the first seeds only.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use freestone::codec::Params;
 use freestone::consistency_group;
 use freestone::device::{Blocking, Device, Error, Flags};
 use freestone::ram::{Config, Family, ForkConfig, Idle, Ram, Recompress, Secondary, SetupError, Writeback};
-use freestone_testkit::{Deferred, Faulty, Model, Policy, Rng, first_difference};
+use freestone_testkit::{Deferred, Faulty, Model, Policy, Rng, effort, first_difference};
 
 const PAGE: usize = 4096;
 /// Bytes of the base, of which the last page is a short one.
@@ -495,14 +495,20 @@ fn owned(ram: &Ram, size: u64) -> BTreeSet<u64> {
     own
 }
 
-fn seconds() -> u64 {
-    std::env::var("FREESTONE_MODEL_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(4)
+/// Seeds that every run takes, however long they last, over a fast and over a slow base.
+const SEEDS_MIN: [u64; 2] = [2, 1];
+
+/// Returns how long further seeds are begun.
+fn run_time() -> Duration {
+    let given = std::env::var("FREESTONE_MODEL_SECONDS").ok().and_then(|text| text.parse().ok());
+    Duration::from_secs(given.unwrap_or(effort(0, 4)))
 }
 
 /// Runs seeds until the time is over.
 fn run(name: &str, setup: Setup) {
     const STEPS: usize = 250;
     let given = std::env::var("FREESTONE_SEED").ok().and_then(|text| text.parse().ok());
+    let seeds_min = SEEDS_MIN[usize::from(setup.deferred.is_some())];
     let began = Instant::now();
     for round in 0.. {
         let seed = given.unwrap_or(0x5eed_0000 + round);
@@ -524,7 +530,7 @@ fn run(name: &str, setup: Setup) {
             eprintln!("{name}: FREESTONE_SEED={seed}, in the end, after {} steps", log.len());
             std::panic::resume_unwind(panic);
         }
-        if given.is_some() || began.elapsed() > Duration::from_secs(seconds()) {
+        if given.is_some() || (round + 1 >= seeds_min && began.elapsed() > run_time()) {
             return;
         }
     }

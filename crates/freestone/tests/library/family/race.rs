@@ -12,7 +12,7 @@
 //! * A snapshot never changes, and a fork of it shows the same until it is written, and again after
 //!   a rewind.
 //!
-//! `FREESTONE_MODEL_SECONDS` runs each of the tests for so long.
+//! `FREESTONE_MODEL_SECONDS` sets the run time of each test.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use freestone::device::{Blocking, Device, Flags};
 use freestone::ram::{Config, Family, ForkConfig, Idle, Ram, Writeback};
-use freestone_testkit::{Deferred, Faulty, Model, Policy, Rng, first_difference};
+use freestone_testkit::{Deferred, Faulty, Model, Policy, Rng, effort, first_difference};
 
 const PAGE: usize = 4096;
 const BLOCK: usize = 512;
@@ -282,8 +282,10 @@ fn assert_same(is: &[u8], wanted: &[u8], what: &str) {
     }
 }
 
-fn seconds() -> u64 {
-    std::env::var("FREESTONE_MODEL_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(5)
+/// Returns the run time of one setup.
+fn run_time() -> Duration {
+    let given = std::env::var("FREESTONE_MODEL_SECONDS").ok().and_then(|text| text.parse().ok());
+    given.map_or(effort(Duration::from_millis(400), Duration::from_secs(5)), Duration::from_secs)
 }
 
 struct Setup {
@@ -339,12 +341,14 @@ fn run(name: &str, setup: &Setup) {
         let mut seen = [0; 5];
         let mut since = Instant::now();
         let mut hangs = None;
-        while began.elapsed() < Duration::from_secs(seconds()) && !stage.stop.load(Ordering::SeqCst) {
+        // On a loaded machine the run goes on until every thread has finished a round.
+        let mut all_ran = false;
+        while !(all_ran && began.elapsed() >= run_time() || stage.stop.load(Ordering::SeqCst)) {
             std::thread::sleep(Duration::from_millis(20));
             // Relaxed: counted only.
             let now: [u64; 5] = std::array::from_fn(|at| stage.done[at].load(Ordering::Relaxed));
             if now.iter().zip(seen).all(|(now, seen)| *now > seen) {
-                (seen, since) = (now, Instant::now());
+                (seen, since, all_ran) = (now, Instant::now(), true);
             }
             if since.elapsed() > Duration::from_secs(60) {
                 hangs = Some((seen, now));

@@ -6,7 +6,7 @@ use std::thread;
 
 use freestone::device::Device;
 use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{Deferred, Model, ModelZoned, Policy, ZonedConfig};
+use freestone_testkit::{Deferred, Model, ModelZoned, Policy, ZonedConfig, effort};
 
 use crate::faults::support::{faults, rules};
 
@@ -17,7 +17,13 @@ const QUIET: [&str; 3] =
 const DELAYS: &str = "all delay=30us; reset delay=1us at=0+1M; writes delay=100us chance=10%";
 
 fn options(seed: u64) -> Options {
-    Options { seed, window: 1 << 20, rounds: 60, thread_rounds: 100, ..Options::default() }
+    Options {
+        seed,
+        window: 1 << 20,
+        rounds: effort(20, 60),
+        thread_rounds: effort(40, 100),
+        ..Options::default()
+    }
 }
 
 fn plain(policy: Option<Policy>) -> Arc<dyn Device> {

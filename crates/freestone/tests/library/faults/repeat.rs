@@ -7,7 +7,7 @@ use std::thread;
 
 use freestone::device::{Blocking, Device, Flags};
 use freestone::faults::Faults;
-use freestone_testkit::{Deferred, Model, Policy, Rng};
+use freestone_testkit::{Deferred, Model, Policy, Rng, effort};
 
 use crate::faults::support::rules;
 
@@ -35,9 +35,9 @@ fn fails(device: &dyn Device, operation: usize, offset: u64) -> bool {
     outcome.is_err()
 }
 
-/// Runs all of it on `threads` threads, in an order that is another one each time. Each offset is
-/// one thread's.
-fn run(seed: u64, threads: u64, order: u64) -> Failed {
+/// Runs all of it at `offsets` offsets on `threads` threads, in an order that is another one each
+/// time. Each offset is one thread's.
+fn run(offsets: u64, seed: u64, threads: u64, order: u64) -> Failed {
     let device = device(seed, RULES);
     thread::scope(|scope| {
         let threads: Vec<_> = (0..threads)
@@ -45,7 +45,7 @@ fn run(seed: u64, threads: u64, order: u64) -> Failed {
                 let device = &device;
                 scope.spawn(move || {
                     let mut rng = Rng::new(order ^ me);
-                    let mut left: Vec<(usize, u64, u64)> = (0..OFFSETS)
+                    let mut left: Vec<(usize, u64, u64)> = (0..offsets)
                         .filter(|offset| offset % threads == me)
                         .flat_map(|offset| (0..OPERATIONS.len()).map(move |operation| (operation, offset, 0)))
                         .collect();
@@ -71,19 +71,20 @@ fn run(seed: u64, threads: u64, order: u64) -> Failed {
 
 #[test]
 fn the_same_requests_fail_with_one_thread_and_with_four() {
-    for seed in [1, 0xdead_beef, u64::MAX] {
-        let alone = run(seed, 1, 1);
-        let requests = OFFSETS * ROUNDS * 3;
+    let offsets = effort(100, OFFSETS);
+    for seed in [0xdead_beef, 1, u64::MAX].into_iter().take(effort(1, 3)) {
+        let alone = run(offsets, seed, 1, 1);
+        let requests = offsets * ROUNDS * 3;
         assert!(alone.len() as u64 > requests / 20 && (alone.len() as u64) < requests / 4, "{}", alone.len());
-        for order in 2..5 {
-            assert_eq!(run(seed, 4, order), alone, "seed {seed}");
+        for order in 2..effort(3, 5) {
+            assert_eq!(run(offsets, seed, 4, order), alone, "seed {seed}");
         }
     }
 }
 
 #[test]
 fn another_seed_makes_others_fail() {
-    let (one, other) = (run(1, 1, 1), run(2, 1, 1));
+    let (one, other) = (run(60, 1, 1, 1), run(60, 2, 1, 1));
     let both = one.intersection(&other).count();
     assert!(both < one.len() / 2, "{both} of {} fail with both", one.len());
 }
@@ -91,7 +92,7 @@ fn another_seed_makes_others_fail() {
 /// What a seed does is a promise: a run can be repeated with a later version.
 #[test]
 fn a_seed_does_what_it_always_did() {
-    let failed = run(1, 1, 1);
+    let failed = run(4, 1, 1, 1);
     let of = |operation| failed.iter().filter(move |(o, offset, _)| *o == operation && *offset < 4);
     let shown: Vec<(u64, u64)> = of(0).map(|(_, offset, time)| (*offset, *time)).collect();
     assert_eq!(shown, EXPECTED_READS);

@@ -6,13 +6,13 @@ use std::thread;
 use std::time::Duration;
 
 use freestone::device::{Blocking, Device, Error, Flags};
-use freestone_testkit::{Deferred, Model, Policy, Rng};
+use freestone_testkit::{Deferred, Model, Policy, Rng, effort};
 
 use crate::faults::support::{faults, rules};
 
 const THREADS: u64 = 4;
 const REGION_BLOCKS: u64 = 64;
-const CHANGES: usize = 700;
+const CHANGES: [usize; 2] = [150, 700];
 const RULES: [&str; 7] = [
     "",
     "write error=EIO",
@@ -67,7 +67,7 @@ fn threads_and_rules(inner: Arc<dyn Device>) {
                 running.fetch_sub(1, Ordering::SeqCst);
             });
         }
-        for change in 0..CHANGES {
+        for change in 0..effort(CHANGES[0], CHANGES[1]) {
             faults.set(rules(RULES[change % RULES.len()]), Some(change as u64));
             thread::sleep(Duration::from_micros(500));
             faults.release();

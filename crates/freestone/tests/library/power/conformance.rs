@@ -6,14 +6,15 @@ use std::sync::Arc;
 use freestone::device::Device;
 use freestone::power::{Config, Power, log};
 use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{Deferred, Faulty, Model, Policy};
+use freestone_testkit::{Deferred, Faulty, Model, Policy, effort};
 
 const MIB: usize = 1 << 20;
 /// Not whole regions.
 const SIZE: usize = 6 * MIB + 1536;
 
 fn options() -> Options {
-    Options { rounds: 100, window: 1 << 20, max_io: 256 << 10, thread_rounds: 100, ..Options::default() }
+    let rounds = effort(30, 100);
+    Options { rounds, window: 1 << 20, max_io: 256 << 10, thread_rounds: rounds, ..Options::default() }
 }
 
 fn check(name: &str, below: &dyn Fn() -> Arc<dyn Device>) {
@@ -22,7 +23,7 @@ fn check(name: &str, below: &dyn Fn() -> Arc<dyn Device>) {
             Arc::new(Power::new(below(), Config { capacity, ..Config::default() }).unwrap())
         };
         // A cache of one block writes below all the time.
-        let rounds = if capacity == 1 { 30 } else { 60 };
+        let rounds = if capacity == 1 { effort(6, 30) } else { effort(10, 60) };
         let options = Options { max_io, rounds, thread_rounds: rounds, ..options() };
         conformance::check(&format!("{name}, capacity {capacity}"), &make, options);
     }
@@ -37,6 +38,10 @@ fn over_a_device_that_answers_inline() {
 #[test]
 fn over_a_device_that_would_block() {
     check("deferred", &|| Arc::new(Deferred::new(Arc::new(Model::new(SIZE, 512)), Policy::Sometimes(50), 3)));
+}
+
+#[test]
+fn device_that_always_blocks_conforms() {
     check("always deferred", &|| Arc::new(Deferred::new(Arc::new(Model::new(SIZE, 512)), Policy::Always, 4)));
 }
 

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 
 use freestone::device::{Blocking, Flags};
 use freestone::power::{Config, Power};
-use freestone_testkit::{Model, Rng};
+use freestone_testkit::{Model, Rng, effort};
 use redb::{Database, ReadableTable, StorageBackend, TableDefinition};
 
 const TABLE: TableDefinition<u64, &[u8]> = TableDefinition::new("numbers");
@@ -198,7 +198,7 @@ fn trial(seed: u64, syncs: bool) -> Result<(), String> {
 
 #[test]
 fn a_database_that_syncs_loses_nothing() {
-    for seed in 0..40 {
+    for seed in 0..effort(8, 40) {
         if let Err(what) = trial(seed, true) {
             panic!("seed {seed}: {what}");
         }

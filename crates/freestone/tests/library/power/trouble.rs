@@ -185,6 +185,7 @@ fn a_device_with_zones_below_is_refused() {
 }
 
 #[test]
+#[ignore = "slow lane"]
 fn a_cut_over_a_device_that_does_not_answer_is_given_up_and_comes_later() {
     let disk = Arc::new(Faulty::new(1 << 20, 512));
     let device = Power::new(disk.clone(), Config::default()).unwrap();

@@ -8,11 +8,15 @@ use std::sync::Arc;
 use freestone::device::{Device, ExtentKind};
 use freestone::qcow2::{Config, Fault, Image, SetupError, is_qcow2};
 use freestone_testkit::conformance::{self, Options};
+use freestone_testkit::effort;
 
 use super::tools::{Dir, content, read, same};
 
 /// Not a multiple of any larger cluster, and more than one L2 table where clusters are small.
 const SIZE: usize = (5 << 20) + 7 * 512;
+
+/// Size of the image of each kind: more than one L2 table with clusters of 4 KiB.
+const KIND_SIZE: usize = (5 << 19) + 7 * 512;
 
 /// Options of qemu-img convert.
 const KINDS: [&str; 19] = [
@@ -39,10 +43,14 @@ const KINDS: [&str; 19] = [
 
 #[test]
 fn every_kind_reads_back() {
-    let expected = content(SIZE, 1);
-    for dir in Dir::both() {
+    let expected = content(KIND_SIZE, 1);
+    for (place, dir) in Dir::both().into_iter().enumerate() {
         fs::write(dir.path("raw"), &expected).unwrap();
         for (i, kind) in KINDS.iter().enumerate() {
+            // A quick run has each kind in one of the two places.
+            if i % 2 != place % 2 && effort(true, false) {
+                continue;
+            }
             dir.img(&format!("convert -f raw -O qcow2 {kind} raw {i}.qcow2"));
             let name = format!("{i}.qcow2");
             same(&dir.open(&name), &expected, kind);
@@ -218,8 +226,10 @@ struct Disk(String);
 
 impl Disk {
     fn over(path: &Path) -> Option<Self> {
-        let out =
-            Command::new("losetup").args(["--find", "--show", "--sector-size", "4096"]).arg(path).output();
+        let out = Command::new(freestone_testkit::tools::find("losetup"))
+            .args(["--find", "--show", "--sector-size", "4096"])
+            .arg(path)
+            .output();
         match out {
             Ok(out) if out.status.success() => {
                 Some(Self(String::from_utf8(out.stdout).unwrap().trim().to_owned()))
@@ -236,7 +246,7 @@ impl Disk {
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
+        let _ = Command::new(freestone_testkit::tools::find("losetup")).arg("--detach").arg(&self.0).status();
     }
 }
 

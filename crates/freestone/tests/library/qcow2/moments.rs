@@ -11,7 +11,7 @@ use freestone::qcow2::Format;
 use freestone::qcow2::delta;
 use freestone::ram::{Config, Family, ForkConfig, Ram};
 use freestone::save::{self, Base, BaseCheck};
-use freestone_testkit::{Model, Rng, first_difference};
+use freestone_testkit::{Model, Rng, effort, first_difference};
 use proptest::prelude::*;
 
 use super::tools::{Dir, content};
@@ -264,7 +264,7 @@ fn same(device: &dyn Device, shown: &[u8], what: &str) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: if std::env::var_os("PROPTEST_CASES").is_some() { ProptestConfig::default().cases } else { 48 }, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: if std::env::var_os("PROPTEST_CASES").is_some() { ProptestConfig::default().cases } else { effort(5, 48) }, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn deltas_and_saves_are_of_their_moment(

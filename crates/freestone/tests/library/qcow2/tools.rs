@@ -62,7 +62,7 @@ impl Dir {
         const TRIES: u32 = 100;
         const TOO_FAST: &str = "Unable to get accurate CPU usage";
         for _ in 0..TRIES {
-            let mut create = Command::new("qemu-img");
+            let mut create = Command::new(freestone_testkit::tools::find("qemu-img"));
             create.args(["create", "-f", "qcow2", "--object", "secret,id=s,data=key"]);
             create.args(["-o", "encrypt.format=luks,encrypt.key-secret=s", name, "1M"]);
             let out = create.current_dir(self.0.path()).output().expect("qemu-img (package qemu-utils)");

@@ -11,7 +11,7 @@ use std::time::Duration;
 use freestone::device::{Blocking, Flags};
 use freestone::ram::{Config, Family, Ram};
 use freestone::save::{self, BaseCheck, SaveError};
-use freestone_testkit::Rng;
+use freestone_testkit::{Rng, effort};
 use rustix::process::{Resource, Rlimit, setrlimit};
 
 use crate::save::support::*;
@@ -64,7 +64,8 @@ fn a_killed_save_leaves_an_old_file() {
     save(&[("ram0", &large(1))], &file);
     let mut rng = Rng::new(3);
     let mut found = [0, 0];
-    for _ in 0..12 {
+    let rounds = effort(4, 12);
+    for _ in 0..rounds {
         let mut process: Child = child("a_killed_save_leaves_an_old_file", &file, "").spawn().unwrap();
         // What is being written has no name; the one after the first is under way when that is
         // there.
@@ -91,7 +92,7 @@ fn a_killed_save_leaves_an_old_file() {
             }
         }
     }
-    assert_eq!(found[0] + found[1], 12);
+    assert_eq!(found[0] + found[1], rounds);
 }
 
 #[test]
@@ -149,9 +150,9 @@ fn memory_is_bounded() {
         assert!(status.success());
         return;
     };
-    let ram = disk(Config::default(), 256 * MIB);
+    let ram = disk(Config::default(), 128 * MIB);
     let mut noise = vec![0; MIB as usize];
-    for at in 0..192 {
+    for at in 0..96 {
         Rng::new(at).fill(&mut noise);
         ram.write_at(at * MIB, &noise, Flags::empty()).unwrap();
     }
@@ -161,7 +162,7 @@ fn memory_is_bounded() {
     let mut most = 0;
     let mut look = |_, _| most = most.max(private_bytes());
     let saved = save::save(&[("ram0", &ram)], &target, BaseCheck::Sampled, &mut look).unwrap();
-    assert!(saved.file_bytes > 192 * MIB);
+    assert!(saved.file_bytes > 96 * MIB);
     assert!(most < before + bound, "{most} of {before}");
     drop(ram);
     let before = private_bytes();

@@ -9,15 +9,14 @@ use freestone::device::{
 };
 use freestone::ram::{Config, Family, Ram};
 use freestone::save::{self, Base, BaseCheck, RestoreError, Saved};
-use freestone_testkit::{Model, Rng, first_difference};
+use freestone_testkit::{Model, Rng, effort, first_difference};
 
 pub const PAGE: u64 = 4096;
 pub const MIB: u64 = 1 << 20;
 
-/// A tenth of it under a sanitizer, which makes everything ten times slower. (The variable is set
-/// there, for other tests.)
-pub fn scaled(usual: u32) -> u32 {
-    if std::env::var_os("PROPTEST_CASES").is_some() { usual / 10 } else { usual }
+/// Returns a tenth of `full` in a quick run, and `full` in the slow lane.
+pub fn scaled(full: u32) -> u32 {
+    effort(full / 10, full)
 }
 
 /// A page: empty of a repeated 32-bit pattern, of a 64-bit one, compressible, or noise.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use freestone::device::{Blocking, Error, Op};
 use freestone::ram::{Config, Idle, Writeback, WritebackError};
-use freestone_testkit::{Faulty, Rng, What, When};
+use freestone_testkit::{Faulty, Rng, What, When, effort};
 
 use crate::writeback::disk::{BLOCK, Disk, LAYOUTS, NONE, PAGE, Plain, content};
 
@@ -121,7 +121,10 @@ fn each_write_fails_or_is_torn() {
     for packed in LAYOUTS {
         let (_, writes) = faultless(packed);
         for n in 0..writes {
-            for what in [What::Fail(Error::Media), What::Fail(Error::NoSpace), What::Tear] {
+            let faults = [What::Fail(Error::Media), What::Fail(Error::NoSpace), What::Tear];
+            // A quick run has one of the faults at each write, in turn.
+            let (first, count) = effort((n as usize % faults.len(), 1), (0, faults.len()));
+            for &what in &faults[first..first + count] {
                 let disk = disk(packed);
                 disk.backing.fault(Some(Op::Write), When::At(n), what);
                 let mut plain = Plain::new(SIZE);
@@ -141,7 +144,7 @@ fn each_write_fails_or_is_torn() {
 fn each_read_fails() {
     for packed in LAYOUTS {
         let (reads, _) = faultless(packed);
-        for n in 0..reads {
+        for n in (0..reads).step_by(effort(2, 1)) {
             let disk = disk(packed);
             disk.backing.fault(Some(Op::Read), When::At(n), What::Fail(Error::Media));
             let mut plain = Plain::new(SIZE);
@@ -162,7 +165,7 @@ fn each_read_fails() {
 #[test]
 fn each_read_is_corrupt() {
     let (reads, _) = faultless(true);
-    for n in 0..reads {
+    for n in (0..reads).step_by(effort(3, 1)) {
         let disk = disk(true);
         disk.backing.fault(Some(Op::Read), When::At(n), What::Corrupt);
         let mut plain = Plain::new(SIZE);
@@ -176,7 +179,7 @@ fn each_read_is_corrupt() {
 fn each_operation_hangs_for_a_while() {
     for packed in LAYOUTS {
         let (reads, writes) = faultless(packed);
-        for n in 0..reads + writes {
+        for n in (0..reads + writes).step_by(effort(3, 1)) {
             let disk = disk(packed);
             disk.backing.fault(None, When::At(n), What::Hang);
             let mut plain = Plain::new(SIZE);
@@ -211,7 +214,8 @@ fn each_operation_is_given_up() {
         let (reads, writes) = faultless(packed);
         // A read ahead that nobody waits for may be given up later.
         let mut given_up = 0;
-        for (round, n) in (0..reads + writes).step_by(6).enumerate() {
+        let step = effort(31, 6);
+        for (round, n) in (0..reads + writes).step_by(step).enumerate() {
             let disk = disk(packed);
             disk.ram.set_backing_timeout(Duration::from_millis(150));
             disk.backing.fault(None, When::At(n), What::Hang);
@@ -226,7 +230,7 @@ fn each_operation_is_given_up() {
             plain.is_on(&disk.ram);
             disk.ends_clean();
         }
-        assert!(given_up >= writes / 6, "{given_up}");
+        assert!(given_up >= writes / step as u64, "{given_up}");
     }
 }
 

@@ -7,10 +7,11 @@ use std::time::Duration;
 use freestone::codec::{Algorithm, Params};
 use freestone::device::{Blocking, Device};
 use freestone::ram::{Config, Idle, Ram, Recompress, RecompressKind, Secondary, Writeback, WritebackError};
-use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{Faulty, Rng, What, When};
+use freestone_testkit::conformance;
+use freestone_testkit::{Faulty, Rng, What, When, effort};
 use proptest::prelude::*;
 
+use crate::devices::conformance_options;
 use crate::writeback::disk::{BLOCK, Disk, LAYOUTS, MIB, NONE, PAGE, Plain, content};
 
 const SIZE: u64 = 2 * MIB;
@@ -20,7 +21,11 @@ const LIMITS: [u64; 4] = [0, MIB / 2, MIB, 3 * MIB / 2];
 /// As many cases as the environment says, else `usual`.
 fn cases(usual: u32) -> ProptestConfig {
     let default = ProptestConfig::default();
-    let cases = if std::env::var_os("PROPTEST_CASES").is_some() { default.cases } else { usual };
+    let cases = if std::env::var_os("PROPTEST_CASES").is_some() {
+        default.cases
+    } else {
+        effort(usual.div_ceil(4), usual)
+    };
     ProptestConfig { cases, ..default }
 }
 
@@ -338,6 +343,6 @@ fn a_spilling_disk_conforms() {
             let backing = Arc::new(Faulty::new(64 << 20, 4096).shuffled(11));
             Arc::new(Ram::new(config(24 * MIB, MIB).backed_by(backing, packed)).unwrap())
         };
-        conformance::check(&format!("spilling ram, packed {packed}"), &make, Options::default());
+        conformance::check(&format!("spilling ram, packed {packed}"), &make, conformance_options());
     }
 }

@@ -80,7 +80,7 @@ fn what_was_written_back_is_read_back() {
 #[test]
 fn a_disk_larger_than_its_memory() {
     let dir = tempfile::tempdir().unwrap();
-    let pages = 16384;
+    let pages = 6144;
     let ram = disk(dir.path(), pages, 4 << 20, true);
     for round in 0..2 {
         fill(&ram, pages, round);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use freestone::device::{Blocking, Buffer, Device, Error, Op, Request};
 use freestone::ram::{Config, Idle, Writeback, WritebackError};
-use freestone_testkit::{Faulty, What, When};
+use freestone_testkit::{Faulty, What, When, effort};
 
 use crate::writeback::disk::{Disk, LAYOUTS, LONG, MIB, NONE, PAGE, content, eventually, noise};
 
@@ -322,7 +322,7 @@ fn a_page_that_a_batch_takes_twice_keeps_its_last_content() {
                     disk.ram.writeback(&Writeback::Pages(vec![0..=0; 60])).unwrap();
                 }
             });
-            let lost = (1..1500).filter(|&number| {
+            let lost = (1..effort(300, 1500)).filter(|&number| {
                 let page = noise(number, 1);
                 disk.write(0, &page);
                 thread::sleep(Duration::from_micros(200));

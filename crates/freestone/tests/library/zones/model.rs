@@ -10,14 +10,15 @@ use freestone::file::{self, File};
 use freestone::null::{self, Memory};
 use freestone::ram::{self, Ram};
 use freestone::zone::{Config, State, Zones};
-use freestone_testkit::{Deferred, Model, Policy, Rng};
+use freestone_testkit::{Deferred, Model, Policy, Rng, effort};
 
 const BLOCK: u64 = 512;
 
 /// Fewer under a sanitizer, which makes everything ten times slower. (The variable is set there,
 /// for other tests.)
-fn scaled(usual: u64) -> u64 {
-    if std::env::var_os("PROPTEST_CASES").is_some() { usual / 10 } else { usual }
+/// Returns a tenth of `full` in a quick run, and `full` in the slow lane.
+fn scaled(full: u64) -> u64 {
+    effort(full / 10, full)
 }
 
 // ---- the model: sectors of 512 bytes, conditions and counters, one thing at a time --------------

@@ -13,7 +13,7 @@ use freestone::file::{self, File};
 use freestone::null::{self, Memory};
 use freestone::power::{self, Power};
 use freestone::zone::{Config, SetupError, State, StateError, Zones};
-use freestone_testkit::{Model, Rng};
+use freestone_testkit::{Model, Rng, effort};
 
 const BLOCK: u64 = 512;
 const BLOCKS: u64 = 12;
@@ -23,8 +23,9 @@ const SIZE: u64 = ZONES * ZONE;
 /// Of a state of fewer than 511 zones.
 const STATE_BYTES: u64 = 3 * 4096;
 
-fn scaled(usual: u64) -> u64 {
-    if std::env::var_os("PROPTEST_CASES").is_some() { usual / 10 } else { usual }
+/// Returns a tenth of `full` in a quick run, and `full` in the slow lane.
+fn scaled(full: u64) -> u64 {
+    effort(full / 10, full)
 }
 
 fn config() -> Config {

@@ -9,15 +9,16 @@ use freestone::device::zoned::{ZoneCondition, ZoneOp, Zoned};
 use freestone::device::{Blocking, Device, Error, Flags, IoBuf};
 use freestone::null::{self, Memory};
 use freestone::zone::{Config, State, Zones};
-use freestone_testkit::{Deferred, Model, Policy, Rng};
+use freestone_testkit::{Deferred, Model, Policy, Rng, effort};
 
 const BLOCK: u64 = 512;
 const ZONE: u64 = 64 * BLOCK;
 const ZONES: u64 = 24;
 const THREADS: u64 = 4;
 
-fn scaled(usual: u64) -> u64 {
-    if std::env::var_os("PROPTEST_CASES").is_some() { usual / 10 } else { usual }
+/// Returns a tenth of `full` in a quick run, and `full` in the slow lane.
+fn scaled(full: u64) -> u64 {
+    effort(full / 10, full)
 }
 
 fn memory() -> Arc<dyn Device> {

@@ -27,13 +27,13 @@ use std::sync::{Arc, Mutex};
 
 use freestone::cow::store::Store;
 use freestone::device::{Blocking, Device, Error, Flags};
-use freestone_testkit::Rng;
+use freestone_testkit::{Rng, effort};
 
 use super::disk::{Cut, Disk, Event, Note, Recording, SECTOR};
 use super::{CHUNK, open, preserve};
 
-/// Images of one point.
-const IMAGES: usize = 20;
+/// Images of one point, in a quick run and in the slow lane.
+const IMAGES: [usize; 2] = [8, 20];
 /// Work goes on from one image of so many.
 const GO_ON: u64 = 4;
 /// Images of recoveries that were cut in turn, for one recording.
@@ -142,9 +142,10 @@ impl<'a> Check<'a> {
 
     /// Cuts the recording everywhere.
     fn all(&mut self, recording: &Recording) {
+        let images = effort(IMAGES[0], IMAGES[1]);
         let mut cut = Cut::new(recording);
         loop {
-            for image in cut.images(super::disk::scaled(IMAGES), &mut self.rng) {
+            for image in cut.images(images, &mut self.rng) {
                 self.image(&cut, image);
             }
             // A note that only allows more leaves nothing new to check.
@@ -234,7 +235,7 @@ fn making_a_store_can_be_cut() {
 /// Few copies in flight: all combinations of sectors are tried.
 #[test]
 fn commits_can_be_cut() {
-    for seed in 0..4 {
+    for seed in 0..effort(1, 4) {
         let mut session = Session::new(128, seed);
         let (store, _) = open(Arc::clone(&session.disk) as Arc<dyn Device>);
         let base = session.disk.start();
@@ -247,7 +248,7 @@ fn commits_can_be_cut() {
 /// Many copies in flight: groups that are larger than a sector, torn.
 #[test]
 fn large_groups_can_be_cut() {
-    for seed in 10..13 {
+    for seed in 10..10 + effort(1, 3) {
         let mut session = Session::new(200, seed);
         let (store, _) = open(Arc::clone(&session.disk) as Arc<dyn Device>);
         let base = session.disk.start();
@@ -260,7 +261,7 @@ fn large_groups_can_be_cut() {
 /// The area fills up in the middle of it, and the next one held old data.
 #[test]
 fn filling_an_area_can_be_cut() {
-    for seed in 20..23 {
+    for seed in 20..20 + effort(1, 3) {
         let mut session = Session::new(360, seed);
         let (store, _) = open(Arc::clone(&session.disk) as Arc<dyn Device>);
         session.preserve(&store, 250, 250);
@@ -277,7 +278,7 @@ fn filling_an_area_can_be_cut() {
 /// A merge goes backward through two areas to the end, with new exceptions in between and after it.
 #[test]
 fn a_merge_can_be_cut() {
-    for seed in 30..32 {
+    for seed in 30..30 + effort(1, 2) {
         let mut session = Session::new(400, seed);
         let (store, _) = open(Arc::clone(&session.disk) as Arc<dyn Device>);
         session.preserve(&store, 310, 100);
@@ -299,7 +300,7 @@ fn a_merge_can_be_cut() {
 /// The snapshot is given up while commits are under way.
 #[test]
 fn giving_up_can_be_cut() {
-    for seed in 40..50 {
+    for seed in 40..40 + effort(2, 10) {
         let mut session = Session::new(128, seed);
         let (store, _) = open(Arc::clone(&session.disk) as Arc<dyn Device>);
         session.preserve(&store, 10, 4);

@@ -10,14 +10,13 @@ use std::time::Duration;
 use freestone::device::{
     Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
 };
-use freestone_testkit::Rng;
+use freestone_testkit::{Rng, effort};
 
 pub const SECTOR: usize = 512;
 
-/// A tenth of it under a sanitizer, which makes everything ten times slower. (The variable is set
-/// there, for other tests.)
-pub fn scaled(usual: usize) -> usize {
-    if std::env::var_os("PROPTEST_CASES").is_some() { usual / 10 } else { usual }
+/// Returns a tenth of `full` in a quick run, and `full` in the slow lane.
+pub fn scaled(full: usize) -> usize {
+    effort(full / 10, full)
 }
 
 /// What happened, in order.

@@ -1,0 +1,109 @@
+//! `cargo xtask gate`: what a change has to pass beyond the tests, and a few pieces of the slow lane.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+
+use crate::record::{LANDINGS_MAX, Record};
+use crate::steps::{self, Done, Lane, Step, Verdict};
+
+/// Time that a piece which has never run is expected to take, in minutes. No piece may take longer.
+const PIECE_MINUTES_MAX: u64 = 12;
+/// Expected time of a piece, as a multiple of what it took last: machines differ.
+const MARGIN: f64 = 1.25;
+
+/// Runs the gate, then pieces of the slow lane until `time` is over, those that ran longest ago first.
+pub fn run(time: Duration) -> Result<Verdict> {
+    let start = Instant::now();
+    let mut done = steps::run_all(&steps::of_lane(Lane::Gate), start)?;
+    let mut waiting = oldest_first(&Record::read()?);
+    let names: Vec<_> = waiting.iter().map(|piece| piece.name()).collect();
+    println!("\nslow lane, longest ago first: {}", names.join(", "));
+    while let Some(at) = first_that_fits(&waiting, &Record::read()?, time.saturating_sub(start.elapsed())) {
+        let ended = steps::run(waiting.remove(at), start, &[])?;
+        record(&ended)?;
+        done.push(ended);
+    }
+    let record = Record::read()?;
+    record.print()?;
+    Ok(steps::summary(&done, start, &overdue(&record)))
+}
+
+/// Writes the run of a piece into the record.
+pub fn record(done: &Done) -> Result<()> {
+    if done.step.lane() != Lane::Slow {
+        return Ok(());
+    }
+    let mut record = Record::read()?;
+    record.ran(&done.step.name(), done.counts, done.took.as_secs())?;
+    record.write()
+}
+
+/// Pieces in the order of their last run; those that never ran come first.
+fn oldest_first(record: &Record) -> Vec<Step> {
+    let mut pieces = steps::of_lane(Lane::Slow);
+    pieces.sort_by_key(|piece| record.slow.get(&piece.name()).map(|run| run.date.clone()));
+    pieces
+}
+
+/// Returns the place of the first piece that is expected to end in time.
+fn first_that_fits(waiting: &[Step], record: &Record, left: Duration) -> Option<usize> {
+    waiting.iter().position(|piece| {
+        let minutes = record.slow.get(&piece.name()).map_or(PIECE_MINUTES_MAX, |run| run.minutes);
+        Duration::from_secs_f64(minutes as f64 * 60.0 * MARGIN) <= left
+    })
+}
+
+/// Names the pieces that ran too long ago, or failed when they last ran.
+fn overdue(record: &Record) -> Vec<String> {
+    let mut overdue = Vec::new();
+    for piece in steps::of_lane(Lane::Slow) {
+        let name = piece.name();
+        match record.slow.get(&name) {
+            // A new piece runs first the next time.
+            None => {}
+            Some(run) if run.failed > 0 => {
+                overdue.push(format!("{name} failed at {}: run it with --only {name}", run.commit));
+            }
+            Some(run) => match run.age() {
+                Some(age) if age <= LANDINGS_MAX => {}
+                Some(age) => overdue.push(format!("{name} last ran {age} landings ago, at {}", run.commit)),
+                None => {
+                    overdue.push(format!("{name} last ran at {}, which is not in the history", run.commit));
+                }
+            },
+        }
+    }
+    overdue
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::{first_that_fits, oldest_first};
+    use crate::record::{Record, Run};
+    use crate::steps::Step;
+
+    fn run(date: &str, minutes: u64) -> Run {
+        Run { commit: "c".into(), date: date.into(), passed: 1, failed: 0, minutes }
+    }
+
+    #[test]
+    fn pieces_rotate_within_the_time() {
+        let mut record = Record::default();
+        for piece in oldest_first(&record) {
+            record.slow.insert(piece.name(), run("2026-01-02 00:00", 4));
+        }
+        record.slow.insert(Step::Mutants.name(), run("2026-01-01 00:00", 10));
+        record.slow.insert(Step::TortureLong.name(), run("2026-01-01 12:00", 10));
+        record.slow.remove(&Step::Ceph.name());
+        let pieces = oldest_first(&record);
+        assert_eq!(pieces[..3], [Step::Ceph, Step::Mutants, Step::TortureLong]);
+        let minutes = |minutes: u64| first_that_fits(&pieces, &record, Duration::from_secs(60 * minutes));
+        assert_eq!(minutes(20), Some(0));
+        assert_eq!(minutes(13), Some(1));
+        assert_eq!(minutes(6), Some(3));
+        assert_eq!(minutes(2), None);
+    }
+}

@@ -1,0 +1,78 @@
+//! Instruction counts of the hot paths whose packages have changed since they last passed.
+
+use anyhow::Result;
+
+use crate::bench::bench;
+use crate::cargo::Outcome;
+use crate::content::Packages;
+use crate::packages;
+use crate::record::Record;
+
+/// Groups of paths: the beginnings of their names, and the packages whose code they run.
+const GROUPS: [(&str, &[&str], &[&str]); 5] = [
+    ("ram", &["ram-", "fork-"], &["freestone-ram"]),
+    ("snapshots", &["origin-", "snapshot-"], &["freestone-cow", "freestone-ram"]),
+    ("drives", &["zone-", "null-", "layers-"], &["freestone-drive"]),
+    ("nbd", &["nbd-"], &["freestone-nbd", "freestone"]),
+    ("vhost-user", &["vhost-user-"], &["freestone-vhost-user", "freestone"]),
+];
+/// The counts that paths are judged by.
+const BASELINE: &str = "benches/baseline.json";
+/// What every count depends on beside the packages.
+const OWN_FILES: [&str; 3] = [BASELINE, "benches/src/gate", "benches/src/callgrind.rs"];
+
+/// Counts the paths of the groups that have changed.
+pub fn run() -> Result<Outcome> {
+    let sources = Packages::read()?;
+    let mut record = Record::read()?;
+    let names = path_names(&std::fs::read_to_string(BASELINE)?)?;
+    let (mut paths, mut changed) = (Vec::new(), Vec::new());
+    for (group, beginnings, used) in GROUPS {
+        let content = sources.content(used, &OWN_FILES)?;
+        let check = format!("instructions {group}");
+        if !record.has_passed(&check, &content) {
+            paths.extend(names.iter().filter(|name| beginnings.iter().any(|b| name.starts_with(b))));
+            changed.push((check, content));
+        }
+    }
+    if changed.is_empty() {
+        println!("no package of a hot path has changed since its paths last passed");
+        return Ok(Outcome::of(true));
+    }
+    packages::ensure(&packages::INSTRUCTIONS)?;
+    let paths: Vec<&str> = paths.into_iter().map(String::as_str).collect();
+    let count = || bench(&["gate".into(), "--path".into(), paths.join(",").into()]);
+    // Paths of a server count retried system calls, too: a rise has to be there twice.
+    let ok = count()? || count()?;
+    if ok {
+        for (check, content) in changed {
+            record.pass(&check, &content)?;
+        }
+        record.write()?;
+    }
+    Ok(Outcome::of(ok))
+}
+
+/// Returns the names of the paths in a baseline.
+fn path_names(baseline: &str) -> Result<Vec<String>> {
+    let value: serde_json::Value = serde_json::from_str(baseline)?;
+    let paths = value["paths"].as_object();
+    Ok(paths.into_iter().flat_map(|paths| paths.keys().cloned()).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{BASELINE, GROUPS, path_names};
+
+    #[test]
+    fn every_path_is_of_one_group() {
+        let baseline = std::fs::read_to_string(format!("../{BASELINE}")).unwrap();
+        let names = path_names(&baseline).unwrap();
+        assert!(names.len() > 20, "{names:?}");
+        for name in names {
+            let groups =
+                GROUPS.iter().filter(|(_, beginnings, _)| beginnings.iter().any(|b| name.starts_with(b)));
+            assert_eq!(groups.count(), 1, "{name}");
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! The record of what the gate does not run every time, `xtask/record.json`: the last run of each piece
+//! of the slow lane, and the content of the tree that last passed a check.
+//!
+//! Continuous integration works in a clone that is thrown away, so it prints its record, and
+//! `cargo xtask record FILE` merges that into the tree.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::process::Command;
+
+use anyhow::{Context as _, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::cargo::{Counts, output};
+
+/// Path of the record.
+const PATH: &str = "xtask/record.json";
+/// What the line begins with that [`print`](Record::print) prints.
+const PRINTED: &str = "record: ";
+/// A piece of the slow lane fails if it last ran more than this many landings ago. A landing is a commit that
+/// changes the record.
+pub const LANDINGS_MAX: u64 = 10;
+
+/// The record.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Record {
+    /// Last run of each piece of the slow lane, by its name.
+    pub slow: BTreeMap<String, Run>,
+    /// The content that last passed, by check and package: `tsan freestone-core`.
+    pub passed: BTreeMap<String, Passed>,
+}
+
+/// A run of a piece.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Run {
+    /// The last commit in the tree that ran.
+    pub commit: String,
+    /// UTC, the end of the run.
+    pub date: String,
+    pub passed: u64,
+    pub failed: u64,
+    /// Wall time in minutes, rounded up.
+    pub minutes: u64,
+}
+
+/// Content that passed a check.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Passed {
+    /// Hash of the files that the check depends on.
+    pub content: String,
+    pub commit: String,
+    pub date: String,
+}
+
+impl Record {
+    /// Reads the record; it is empty if there is no file.
+    pub fn read() -> Result<Self> {
+        match fs::read_to_string(PATH) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Self::default()),
+            text => {
+                let text = text.with_context(|| format!("cannot read {PATH}"))?;
+                serde_json::from_str(&text).with_context(|| PATH.to_owned())
+            }
+        }
+    }
+
+    pub fn write(&self) -> Result<()> {
+        let text = serde_json::to_string_pretty(self)? + "\n";
+        fs::write(PATH, text).with_context(|| format!("cannot write {PATH}"))
+    }
+
+    /// Prints the record on one line, for [`merge`](Self::merge).
+    pub fn print(&self) -> Result<()> {
+        println!("{PRINTED}{}", serde_json::to_string(self)?);
+        Ok(())
+    }
+
+    /// Takes from what a gate printed every entry that is newer.
+    pub fn merge(&mut self, text: &str) -> Result<()> {
+        let mut printed =
+            text.lines().filter_map(|line| line.trim_start_matches(['>', ' ']).strip_prefix(PRINTED));
+        let printed = printed.next_back().with_context(|| format!("no line begins with {PRINTED:?}"))?;
+        let newer: Self = serde_json::from_str(printed).context("the printed record is damaged")?;
+        for (name, run) in newer.slow {
+            if self.slow.get(&name).is_none_or(|old| old.date < run.date) {
+                self.slow.insert(name, run);
+            }
+        }
+        for (name, passed) in newer.passed {
+            if self.passed.get(&name).is_none_or(|old| old.date < passed.date) {
+                self.passed.insert(name, passed);
+            }
+        }
+        Ok(())
+    }
+
+    /// Records a run of a piece that has just ended.
+    pub fn ran(&mut self, piece: &str, counts: Counts, seconds: u64) -> Result<()> {
+        let (commit, date) = (commit()?, now()?);
+        let run =
+            Run { commit, date, passed: counts.passed, failed: counts.failed, minutes: seconds.div_ceil(60) };
+        self.slow.insert(piece.to_owned(), run);
+        Ok(())
+    }
+
+    /// Returns true if this content has passed the check.
+    pub fn has_passed(&self, check: &str, content: &str) -> bool {
+        self.passed.get(check).is_some_and(|passed| passed.content == content)
+    }
+
+    /// Records that this content has passed the check.
+    pub fn pass(&mut self, check: &str, content: &str) -> Result<()> {
+        let passed = Passed { content: content.to_owned(), commit: commit()?, date: now()? };
+        self.passed.insert(check.to_owned(), passed);
+        Ok(())
+    }
+}
+
+impl Run {
+    /// Landings since this run; None if its commit is not in the history.
+    pub fn age(&self) -> Option<u64> {
+        let range = format!("{}..HEAD", self.commit);
+        output(Command::new("git").args(["rev-list", "--count", &range, "--", PATH])).ok()?.parse().ok()
+    }
+}
+
+/// `cargo xtask record FILE`: merges what a gate printed.
+pub fn merge(file: &str) -> Result<()> {
+    let text = fs::read_to_string(file).with_context(|| format!("cannot read {file}"))?;
+    let mut record = Record::read()?;
+    record.merge(&text)?;
+    record.write()?;
+    println!("{PATH} is up to date; commit it");
+    Ok(())
+}
+
+fn commit() -> Result<String> {
+    output(Command::new("git").args(["rev-parse", "--short=12", "HEAD"]))
+}
+
+fn now() -> Result<String> {
+    output(Command::new("date").args(["-u", "+%Y-%m-%d %H:%M"]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{PRINTED, Record, Run};
+
+    fn run(date: &str) -> Run {
+        Run { commit: "c".into(), date: date.into(), passed: 1, failed: 0, minutes: 2 }
+    }
+
+    #[test]
+    fn merge_takes_newer_entries_only() {
+        let mut record = Record::default();
+        record.slow.insert("a".into(), run("2026-01-02 00:00"));
+        record.slow.insert("b".into(), run("2026-01-02 00:00"));
+        let mut printed = Record::default();
+        printed.slow.insert("a".into(), run("2026-01-01 00:00"));
+        printed.slow.insert("b".into(), run("2026-01-03 00:00"));
+        printed.slow.insert("c".into(), run("2026-01-01 00:00"));
+        let line = serde_json::to_string(&printed).unwrap();
+        record.merge(&format!("noise\n> {PRINTED}{line}\nnoise")).unwrap();
+        let dates: Vec<_> = record.slow.values().map(|run| run.date.as_str()).collect();
+        assert_eq!(dates, ["2026-01-02 00:00", "2026-01-03 00:00", "2026-01-01 00:00"]);
+        assert!(record.merge("no record here").is_err());
+    }
+}

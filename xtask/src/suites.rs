@@ -1,0 +1,274 @@
+//! The tests of the workspace, each in a process of its own, several at a time.
+//!
+//! A test that hangs or aborts ends itself alone, and the slowest program does not decide how long
+//! all take. The build lints as it compiles ([`workspace::tests`]).
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::cargo::{self, Counts, LIB, Outcome, TestProgram};
+use crate::packages;
+use crate::workspace;
+
+/// Beginning of what a test prints that needs a program which is not installed (`freestone_testkit::tools`).
+const LEFT_OUT: &str = "left out: ";
+/// A test that has not ended after this time hangs. The slowest take 20 s on a busy machine.
+const TEST_MAX: Duration = Duration::from_secs(300);
+/// Shortest and longest pause before a test is asked again whether it has ended.
+const POLL_MIN: Duration = Duration::from_millis(1);
+const POLL_MAX: Duration = Duration::from_millis(20);
+/// Interval between two lines of progress.
+const PROGRESS_EVERY: Duration = Duration::from_secs(30);
+/// Tests that take longer than this are named at the end.
+const SLOW: Duration = Duration::from_secs(5);
+/// Suites whose tests take longest. They start first, so that short tests fill the end.
+const LONGEST: [(&str, &str); 4] = [
+    ("freestone-cli", "torture"),
+    ("freestone-cli", "program"),
+    ("freestone", "library"),
+    ("freestone-ram", LIB),
+];
+/// Directory of what tests print, below the target directory.
+const OUTPUT_DIR: &str = "test-output";
+
+/// How much of the tests runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Extent {
+    /// Every test but those marked `#[ignore = "slow lane"]`; randomised ones with few cases.
+    Quick,
+    /// Every test, randomised ones with all their cases.
+    Full,
+}
+
+/// One test.
+struct Test<'a> {
+    program: &'a TestProgram,
+    name: String,
+}
+
+impl Test<'_> {
+    fn title(&self) -> String {
+        format!("{} {} {}", self.program.package, self.program.suite, self.name)
+    }
+
+    /// The command that runs the test alone.
+    fn alone(&self, extent: Extent) -> String {
+        let suite = match self.program.suite.as_str() {
+            LIB => "--lib".to_owned(),
+            suite => format!("--test {suite}"),
+        };
+        let (effort, ignored) = match extent {
+            Extent::Quick => ("", ""),
+            Extent::Full => ("FREESTONE_EFFORT=full ", " --include-ignored"),
+        };
+        format!(
+            "{effort}cargo test --package {} {suite} -- --exact {}{ignored}",
+            self.program.package, self.name
+        )
+    }
+}
+
+/// Results of the tests that have ended.
+#[derive(Default)]
+struct Results {
+    counts: Counts,
+    /// Results by program.
+    programs: BTreeMap<String, (Counts, usize)>,
+    left_out: Vec<String>,
+    slow: Vec<(Duration, String)>,
+    running: BTreeMap<usize, (Instant, String)>,
+}
+
+/// Builds and runs the tests.
+pub fn run(extent: Extent) -> Result<Outcome> {
+    let Some(programs) = cargo::test_programs(&mut workspace::tests()?)? else {
+        return Ok(Outcome::default());
+    };
+    let tests = tests_of(&programs, extent)?;
+    let output_dir = std::path::absolute(cargo::target_dir().join(OUTPUT_DIR))?;
+    fs::create_dir_all(&output_dir).with_context(|| format!("cannot create {}", output_dir.display()))?;
+    let results = run_all(tests, extent, &output_dir);
+    let mut outcome = Outcome { ok: true, counts: results.counts, left_out: results.left_out };
+    let mut slow = results.slow;
+    slow.sort_by(|a, b| b.cmp(a));
+    for (took, title) in slow {
+        println!("slow: {:.1} s: {title}", took.as_secs_f64());
+    }
+    let documentation =
+        cargo::run(cargo::linted(&mut cargo::cargo())?.args(["test", "--workspace", "--doc"]))?;
+    outcome.ok &= documentation.ok;
+    outcome.counts += documentation.counts;
+    Ok(outcome)
+}
+
+/// Lists the tests of all programs, those of the longest suites first.
+fn tests_of(programs: &[TestProgram], extent: Extent) -> Result<VecDeque<Test<'_>>> {
+    let rank = |program: &&TestProgram| {
+        let is = |(package, suite): &(&str, &str)| program.package == *package && program.suite == *suite;
+        LONGEST.iter().position(is).unwrap_or(LONGEST.len())
+    };
+    let mut ordered: Vec<_> = programs.iter().collect();
+    ordered.sort_by_key(rank);
+    let mut tests = VecDeque::new();
+    for program in ordered {
+        let all = list(program, &[])?;
+        let ignored = if extent == Extent::Quick { list(program, &["--ignored"])? } else { Vec::new() };
+        let chosen = all.into_iter().filter(|name| !ignored.contains(name));
+        tests.extend(chosen.map(|name| Test { program, name }));
+    }
+    ensure!(!tests.is_empty(), "the programs have no tests");
+    Ok(tests)
+}
+
+fn list(program: &TestProgram, arguments: &[&str]) -> Result<Vec<String>> {
+    let text = cargo::output(program.command().args(["--list", "--format", "terse"]).args(arguments))?;
+    Ok(text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect())
+}
+
+fn run_all(tests: VecDeque<Test<'_>>, extent: Extent, output_dir: &Path) -> Results {
+    let total = tests.len();
+    let mut remaining: BTreeMap<String, usize> = BTreeMap::new();
+    for test in &tests {
+        *remaining.entry(program_title(test.program)).or_default() += 1;
+    }
+    let results = Mutex::new(Results {
+        programs: remaining.into_iter().map(|(title, tests)| (title, (Counts::default(), tests))).collect(),
+        ..Results::default()
+    });
+    let queue = Mutex::new(tests);
+    let workers = cargo::tests_at_once();
+    println!("{total} tests, {workers} at a time");
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..workers)
+            .map(|worker| {
+                let (queue, results) = (&queue, &results);
+                scope.spawn(move || {
+                    while let Some(test) = { lock(queue).pop_front() } {
+                        lock(results).running.insert(worker, (Instant::now(), test.title()));
+                        let end = run_one(&test, extent, &output_dir.join(worker.to_string()));
+                        lock(results).add(worker, &test, extent, end);
+                    }
+                })
+            })
+            .collect();
+        let mut told = Instant::now();
+        while threads.iter().any(|thread| !thread.is_finished()) {
+            thread::sleep(Duration::from_millis(100));
+            if told.elapsed() >= PROGRESS_EVERY {
+                told = Instant::now();
+                lock(&results).print_progress(total);
+            }
+        }
+    });
+    results.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Workers only add to what they lock, so a panic of one leaves it whole.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn program_title(program: &TestProgram) -> String {
+    format!("{} {}", program.package, program.suite)
+}
+
+/// How a test ended.
+struct End {
+    /// None if the test hung and was killed.
+    status: Result<Option<ExitStatus>>,
+    took: Duration,
+    output: String,
+}
+
+fn run_one(test: &Test<'_>, extent: Extent, output: &PathBuf) -> End {
+    let began = Instant::now();
+    let status = run_process(test, extent, output, began);
+    let took = began.elapsed();
+    let printed = fs::read(output).unwrap_or_default();
+    End { status, took, output: String::from_utf8_lossy(&printed).into_owned() }
+}
+
+fn run_process(
+    test: &Test<'_>,
+    extent: Extent,
+    output: &PathBuf,
+    began: Instant,
+) -> Result<Option<ExitStatus>> {
+    let file = File::create(output).with_context(|| format!("cannot create {}", output.display()))?;
+    let mut command: Command = test.program.command();
+    command.args(["--exact", &test.name, "--nocapture", "--include-ignored"]);
+    command.stdout(file.try_clone().context("no descriptor for stdout")?).stderr(file).stdin(Stdio::null());
+    if extent == Extent::Full {
+        command.env("FREESTONE_EFFORT", "full");
+    }
+    let mut child = command.spawn().context("cannot start the test")?;
+    let mut pause = POLL_MIN;
+    loop {
+        if let Some(status) = child.try_wait().context("cannot wait for the test")? {
+            return Ok(Some(status));
+        }
+        if began.elapsed() > TEST_MAX {
+            child.kill().context("cannot kill the test")?;
+            child.wait().context("cannot wait for the test")?;
+            return Ok(None);
+        }
+        thread::sleep(pause);
+        pause = (pause * 2).min(POLL_MAX);
+    }
+}
+
+impl Results {
+    fn add(&mut self, worker: usize, test: &Test<'_>, extent: Extent, end: End) {
+        self.running.remove(&worker);
+        let End { status, took, output } = end;
+        let mut counts = Counts::default();
+        match status {
+            Ok(Some(status)) if status.success() => counts.passed = 1,
+            Ok(Some(_)) if !packages::is_ci() && output.contains(LEFT_OUT) => {
+                counts.left_out = 1;
+                let why = output.lines().find_map(|line| Some(line.split_once(LEFT_OUT)?.1));
+                self.left_out.push(format!("{}: {}", test.title(), why.unwrap_or_default()));
+            }
+            status => {
+                counts.failed = 1;
+                let how = match status {
+                    Ok(Some(status)) => status.to_string(),
+                    Ok(None) => format!("did not end within {} s", TEST_MAX.as_secs()),
+                    Err(error) => format!("{error:#}"),
+                };
+                println!("FAILED {}: {how}, {:.1} s", test.title(), took.as_secs_f64());
+                println!("{}", output.trim_end());
+                println!("run it alone: {}\n", test.alone(extent));
+            }
+        }
+        self.counts += counts;
+        if took > SLOW {
+            self.slow.push((took, test.title()));
+        }
+        let title = program_title(test.program);
+        if let Some((sum, tests)) = self.programs.get_mut(&title) {
+            *sum += counts;
+            *tests -= 1;
+            if *tests == 0 {
+                println!("{title}: {sum}");
+            }
+        }
+    }
+
+    fn print_progress(&self, total: usize) {
+        let done = self.counts.passed + self.counts.failed + self.counts.left_out;
+        let running: Vec<_> = self
+            .running
+            .values()
+            .map(|(since, title)| format!("{title} ({} s)", since.elapsed().as_secs()))
+            .collect();
+        println!("... {done} of {total}, {} failed; running: {}", self.counts.failed, running.join(", "));
+    }
+}
