@@ -102,6 +102,9 @@ const LEAKS: &str = "xtask/asan/leaks";
 const STD_SYNC: &str = "xtask/tsan/std_sync.c";
 /// What the checks depend on beside the packages.
 const OWN_FILES: [&str; 3] = ["xtask/src/sanitize.rs", "xtask/tsan", "xtask/asan"];
+/// Target directory of the sanitizers, below the other builds'. `RUSTC_BOOTSTRAP` changes the build scripts of crates
+/// that everything else depends on, and the other builds would start anew.
+const BUILD_DIR: &str = "sanitizers";
 /// Where `std_sync.c` is compiled to.
 const WRAPPERS_DIR: &str = "target/tsan";
 
@@ -250,6 +253,7 @@ pub fn run(sanitizer: Sanitizer, extent: Extent) -> Result<Outcome> {
     let mut build = cargo::cargo();
     build.arg("test");
     build.args(["--target", TARGET, "--no-run"]);
+    build.env("CARGO_TARGET_DIR", cargo::target_dir().join(BUILD_DIR));
     build.env("RUSTC_BOOTSTRAP", "1").env("CARGO_ENCODED_RUSTFLAGS", flags.join(ENCODED_SEPARATOR));
     let packages: BTreeSet<&str> = suites.iter().map(|suite| suite.package).collect();
     build.args(packages.iter().flat_map(|package| ["--package", package]));
