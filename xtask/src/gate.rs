@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 use crate::record::{LANDINGS_MAX, Record};
-use crate::steps::{self, Done, Lane, Step, Verdict};
+use crate::steps::{self, Lane, Step, Verdict};
 
 /// Time that a piece which has never run is expected to take, in minutes. No piece may take longer.
 const PIECE_MINUTES_MAX: u64 = 12;
@@ -20,23 +20,11 @@ pub fn run(time: Duration) -> Result<Verdict> {
     let names: Vec<_> = waiting.iter().map(|piece| piece.name()).collect();
     println!("\nslow lane, longest ago first: {}", names.join(", "));
     while let Some(at) = first_that_fits(&waiting, &Record::read()?, time.saturating_sub(start.elapsed())) {
-        let ended = steps::run(waiting.remove(at), start, &[])?;
-        record(&ended)?;
-        done.push(ended);
+        done.push(steps::run(waiting.remove(at), start, &[])?);
     }
     let record = Record::read()?;
     record.print()?;
     Ok(steps::summary(&done, start, &overdue(&record)))
-}
-
-/// Writes the run of a piece into the record.
-pub fn record(done: &Done) -> Result<()> {
-    if done.step.lane() != Lane::Slow {
-        return Ok(());
-    }
-    let mut record = Record::read()?;
-    record.ran(&done.step.name(), done.counts, done.took.as_secs())?;
-    record.write()
 }
 
 /// Pieces in the order of their last run; those that never ran come first.

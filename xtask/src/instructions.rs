@@ -1,6 +1,6 @@
 //! Instruction counts of the hot paths whose packages have changed since they last passed.
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 
 use crate::bench::bench;
 use crate::cargo::Outcome;
@@ -25,7 +25,8 @@ const OWN_FILES: [&str; 3] = [BASELINE, "benches/src/gate", "benches/src/callgri
 pub fn run() -> Result<Outcome> {
     let sources = Packages::read()?;
     let mut record = Record::read()?;
-    let names = path_names(&std::fs::read_to_string(BASELINE)?)?;
+    let names =
+        path_names(&std::fs::read_to_string(BASELINE).with_context(|| format!("cannot read {BASELINE}"))?)?;
     let (mut paths, mut changed) = (Vec::new(), Vec::new());
     for (group, beginnings, used) in GROUPS {
         let content = sources.content(used, &OWN_FILES)?;

@@ -154,8 +154,5 @@ fn run(cli: Cli) -> Result<Verdict> {
     };
     let start = Instant::now();
     let done = steps::run_all(&steps, start)?;
-    for done in &done {
-        gate::record(done)?;
-    }
     Ok(steps::summary(&done, start, &[]))
 }

@@ -13,6 +13,7 @@ use crate::failures::{self, Listening};
 use crate::fio;
 use crate::instructions;
 use crate::packages;
+use crate::record::Record;
 use crate::sanitize::{self, Extent, Sanitizer};
 use crate::suites;
 use crate::tidy;
@@ -171,15 +172,15 @@ impl Step {
             Self::TsanDevices => sanitize::run(Sanitizer::Thread, Extent::RestOfDevices),
             Self::TsanCrates => sanitize::run(Sanitizer::Thread, Extent::RestOfCrates),
             Self::AsanRest => sanitize::run(Sanitizer::Address, Extent::Rest),
-            Self::Ceph => with_tools(&packages::CEPH, &[&["lab/run-ceph.sh"]], false),
+            Self::Ceph => slow_scripts(&packages::CEPH, &[&["lab/run-ceph.sh"]]),
             Self::PackageRoot => {
-                with_tools(&packages::PACKAGING, &[&["lab/run-packages.sh", "lintian", "root"]], false)
+                slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "lintian", "root"]])
             }
             Self::PackageArm64 => {
-                with_tools(&packages::PACKAGING, &[&["lab/run-packages.sh", "lintian", "arm64"]], false)
+                slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "lintian", "arm64"]])
             }
             Self::PackageContainer => {
-                with_tools(&packages::PACKAGING, &[&["lab/run-packages.sh", "container"]], false)
+                slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "container"]])
             }
             Self::Lab => lab(&[
                 &["lab/run-writeback.sh", "first"],
@@ -203,7 +204,9 @@ impl Step {
             Self::LabUblkZbd => lab(&[&["lab/run-ublk-zbd.sh"]]),
             Self::LabNbd => lab(&[&["lab/run-nbd.sh"]]),
             Self::LabTorture => lab(&[&["lab/run-torture.sh"]]),
-            Self::LabLibvirt => with_tools(&packages::LIBVIRT, &[&["lab/run-libvirt.sh"]], true),
+            Self::LabLibvirt => {
+                packages::ensure(&packages::LIBVIRT).and_then(|()| lab(&[&["lab/run-libvirt.sh"]]))
+            }
             Self::LabSystemd => lab(&[&["lab/run-systemd.sh"]]),
         }
     }
@@ -252,10 +255,10 @@ fn scripts(runs: &[&[&str]], variables: &[(&str, PathBuf)]) -> Result<Outcome> {
     Ok(all)
 }
 
-/// Calls scripts with tools of their own: scripts of the lab get the programs of the tests, others build theirs.
-fn with_tools(tools: &[packages::Tool], runs: &[&[&str]], is_lab: bool) -> Result<Outcome> {
+/// Calls scripts that need tools of their own and build what they use.
+fn slow_scripts(tools: &[packages::Tool], runs: &[&[&str]]) -> Result<Outcome> {
     packages::ensure(tools)?;
-    if is_lab { lab(runs) } else { scripts(runs, &[]) }
+    scripts(runs, &[])
 }
 
 fn clippy(what: &[&str]) -> Command {
@@ -360,11 +363,11 @@ pub struct Done {
     lines: Vec<String>,
 }
 
-/// Runs a step and prints its times. A step counts as its tests, or as one test if it runs none or fails for another
-/// reason.
+/// Runs a step, prints its times, and records a piece of the slow lane. A step counts as its tests, or as one test if it
+/// runs none or fails for another reason.
 ///
 /// # Errors
-/// There is no pipe to listen with.
+/// There is no pipe to listen with, or the record cannot be read or written.
 pub fn run(step: Step, start: Instant, left: &[Step]) -> Result<Done> {
     let left: Vec<_> = left.iter().map(|step| step.name()).collect();
     println!("\n==> {}: {} [{}]", step.name(), step.about(), seconds(start.elapsed()));
@@ -384,6 +387,11 @@ pub fn run(step: Step, start: Instant, left: &[Step]) -> Result<Done> {
     let ok = ok && counts.failed == 0;
     let (took, cpu) = (began.elapsed(), cpu_time().saturating_sub(cpu_before));
     println!("==> {}: {} in {}, CPU time {}", step.name(), verdict(ok), seconds(took), seconds(cpu));
+    if step.lane() == Lane::Slow {
+        let mut record = Record::read()?;
+        record.ran(&step.name(), counts, took.as_secs())?;
+        record.write()?;
+    }
     Ok(Done { step, took, cpu, ok, counts, left_out, lines: if ok { Vec::new() } else { lines } })
 }
 

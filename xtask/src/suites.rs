@@ -95,16 +95,14 @@ pub fn run(extent: Extent) -> Result<Outcome> {
     let output_dir = std::path::absolute(cargo::target_dir().join(OUTPUT_DIR))?;
     fs::create_dir_all(&output_dir).with_context(|| format!("cannot create {}", output_dir.display()))?;
     let results = run_all(tests, extent, &output_dir);
-    let mut outcome = Outcome { ok: true, counts: results.counts, left_out: results.left_out };
+    let counts = results.counts;
+    let mut outcome = Outcome { ok: counts.failed == 0, counts, left_out: results.left_out };
     let mut slow = results.slow;
     slow.sort_by(|a, b| b.cmp(a));
     for (took, title) in slow {
         println!("slow: {:.1} s: {title}", took.as_secs_f64());
     }
-    let documentation =
-        cargo::run(cargo::linted(&mut cargo::cargo())?.args(["test", "--workspace", "--doc"]))?;
-    outcome.ok &= documentation.ok;
-    outcome.counts += documentation.counts;
+    outcome.add(cargo::run(&mut workspace::doc_tests()?)?);
     Ok(outcome)
 }
 

@@ -8,11 +8,21 @@ use anyhow::Result;
 use crate::cargo::{self, Outcome};
 use crate::fio;
 
-/// Returns the command that builds everything the tests run. Without the source of an installed fio,
-/// the engine for fio and its tests are omitted.
+/// Returns the command that builds everything the tests run.
 pub fn tests() -> Result<Command> {
+    cargo_test("--no-run")
+}
+
+/// Returns the command that runs the examples in the documentation.
+pub fn doc_tests() -> Result<Command> {
+    cargo_test("--doc")
+}
+
+/// One set of features for both, as cargo would build the packages once for each. Without the source of an installed
+/// fio, the engine for fio and its tests are omitted.
+fn cargo_test(what: &str) -> Result<Command> {
     let mut command = cargo::cargo();
-    command.args(["test", "--workspace", "--no-run"]);
+    command.args(["test", "--workspace", what]);
     if fio::is_ready() {
         command.args(["--features", fio::FEATURE]);
     }

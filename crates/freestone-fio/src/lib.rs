@@ -4,6 +4,7 @@
 //! The half in C (`engine.c`) knows fio's structures, whose layout belongs to one version of fio.
 //! The half in Rust knows devices and is told bytes and offsets. What they call one another is in
 //! `engine.h` and `abi.rs`. See docs/fio.md for its use.
+//!
 //! Without the feature `engine` the crate is empty.
 #![cfg(feature = "engine")]
 #![expect(unsafe_code)]

@@ -4,7 +4,7 @@ use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 
-use freestone_testkit::{Rng, effort};
+use freestone_testkit::{Rng, scaled};
 
 /// Longest input that mutations grow to, in bytes.
 const INPUT_MAX_BYTES: usize = 16 << 10;
@@ -16,11 +16,6 @@ pub struct Judged {
     pub taken: usize,
     /// All others.
     pub refused: usize,
-}
-
-/// Returns a tenth of `full` in a quick run, and `full` in the slow lane.
-pub fn scaled(full: usize) -> usize {
-    effort(full / 10, full)
 }
 
 /// Checks every file of the corpus `name`, and then [`scaled`]`(rounds)` mutations of them.

@@ -1,6 +1,6 @@
 //! The checks over their corpora, and over mutations of these.
 
-use freestone_fuzz_checks::corpus::{run, scaled};
+use freestone_fuzz_checks::corpus::run;
 use freestone_fuzz_checks::nbd::Nbd;
 use freestone_fuzz_checks::nbd_client::NbdClient;
 use freestone_fuzz_checks::scratch::Scratch;
@@ -8,6 +8,7 @@ use freestone_fuzz_checks::state::States;
 use freestone_fuzz_checks::store::Stores;
 use freestone_fuzz_checks::vhost_user::VhostUser;
 use freestone_fuzz_checks::{power_log, qcow2, rpc, saved, words, zones};
+use freestone_testkit::scaled;
 
 #[test]
 fn nbd_transmission() {

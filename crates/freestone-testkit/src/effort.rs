@@ -1,6 +1,7 @@
 //! How much work a randomised test does.
 
 use std::env;
+use std::ops::Div;
 
 /// Set to `full` by the slow lane of `cargo xtask test`.
 const VARIABLE: &str = "FREESTONE_EFFORT";
@@ -11,4 +12,9 @@ const VARIABLE: &str = "FREESTONE_EFFORT";
 /// the slow lane.
 pub fn effort<T>(quick: T, full: T) -> T {
     if env::var_os(VARIABLE).is_some_and(|value| value == "full") { full } else { quick }
+}
+
+/// Returns a tenth of `full`, or `full` itself in the slow lane: see [`effort`].
+pub fn scaled<T: Copy + Div<Output = T> + From<u8>>(full: T) -> T {
+    effort(full / T::from(10), full)
 }

@@ -45,7 +45,7 @@ pub mod vhost_user;
 
 pub use compare::first_difference;
 pub use deferred::{Deferred, Policy};
-pub use effort::effort;
+pub use effort::{effort, scaled};
 pub use faulty::{Counts, Faulty, What, When};
 pub use latency::Latency;
 pub use model::Model;

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use freestone::ram::{Config, ForkConfig, Ram};
 use freestone::save::{self, Base, RestoreError};
-use freestone_testkit::Rng;
+use freestone_testkit::{Rng, scaled};
 
 use crate::save::support::*;
 

@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use freestone::device::{Blocking as _, Flags};
 use freestone::ram::ForkConfig;
 use freestone::save::{self, Base, RestoreError};
-use freestone_testkit::Rng;
+use freestone_testkit::{Rng, scaled};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
 use crate::save::bad_files::{save_family, small_family};

@@ -9,7 +9,7 @@ use freestone::device::{Blocking, Device, Error, Flags, Op};
 use freestone::file::File;
 use freestone::ram::{Config, Family, ForkConfig, Idle, Ram, Writeback};
 use freestone::save::{self, Base, BaseCheck, SaveError};
-use freestone_testkit::{Faulty, Model, Rng, What, When};
+use freestone_testkit::{Faulty, Model, Rng, What, When, scaled};
 
 use crate::save::support::*;
 

@@ -9,15 +9,10 @@ use freestone::device::{
 };
 use freestone::ram::{Config, Family, Ram};
 use freestone::save::{self, Base, BaseCheck, RestoreError, Saved};
-use freestone_testkit::{Model, Rng, effort, first_difference};
+use freestone_testkit::{Model, Rng, first_difference};
 
 pub const PAGE: u64 = 4096;
 pub const MIB: u64 = 1 << 20;
-
-/// Returns a tenth of `full` in a quick run, and `full` in the slow lane.
-pub fn scaled(full: u32) -> u32 {
-    effort(full / 10, full)
-}
 
 /// A page: empty of a repeated 32-bit pattern, of a 64-bit one, compressible, or noise.
 pub fn content(seed: u64, slot: u64) -> Vec<u8> {

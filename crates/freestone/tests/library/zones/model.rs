@@ -10,16 +10,9 @@ use freestone::file::{self, File};
 use freestone::null::{self, Memory};
 use freestone::ram::{self, Ram};
 use freestone::zone::{Config, State, Zones};
-use freestone_testkit::{Deferred, Model, Policy, Rng, effort};
+use freestone_testkit::{Deferred, Model, Policy, Rng, scaled};
 
 const BLOCK: u64 = 512;
-
-/// Fewer under a sanitizer, which makes everything ten times slower. (The variable is set there,
-/// for other tests.)
-/// Returns a tenth of `full` in a quick run, and `full` in the slow lane.
-fn scaled(full: u64) -> u64 {
-    effort(full / 10, full)
-}
 
 // ---- the model: sectors of 512 bytes, conditions and counters, one thing at a time --------------
 

@@ -13,7 +13,7 @@ use freestone::file::{self, File};
 use freestone::null::{self, Memory};
 use freestone::power::{self, Power};
 use freestone::zone::{Config, SetupError, State, StateError, Zones};
-use freestone_testkit::{Model, Rng, effort};
+use freestone_testkit::{Model, Rng, scaled};
 
 const BLOCK: u64 = 512;
 const BLOCKS: u64 = 12;
@@ -22,11 +22,6 @@ const ZONES: u64 = 8;
 const SIZE: u64 = ZONES * ZONE;
 /// Of a state of fewer than 511 zones.
 const STATE_BYTES: u64 = 3 * 4096;
-
-/// Returns a tenth of `full` in a quick run, and `full` in the slow lane.
-fn scaled(full: u64) -> u64 {
-    effort(full / 10, full)
-}
 
 fn config() -> Config {
     Config { zone_size: ZONE, zone_capacity: BLOCKS * BLOCK, zone_max_open: 3, ..Config::default() }

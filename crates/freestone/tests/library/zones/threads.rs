@@ -9,17 +9,12 @@ use freestone::device::zoned::{ZoneCondition, ZoneOp, Zoned};
 use freestone::device::{Blocking, Device, Error, Flags, IoBuf};
 use freestone::null::{self, Memory};
 use freestone::zone::{Config, State, Zones};
-use freestone_testkit::{Deferred, Model, Policy, Rng, effort};
+use freestone_testkit::{Deferred, Model, Policy, Rng, scaled};
 
 const BLOCK: u64 = 512;
 const ZONE: u64 = 64 * BLOCK;
 const ZONES: u64 = 24;
 const THREADS: u64 = 4;
-
-/// Returns a tenth of `full` in a quick run, and `full` in the slow lane.
-fn scaled(full: u64) -> u64 {
-    effort(full / 10, full)
-}
 
 fn memory() -> Arc<dyn Device> {
     Arc::new(Memory::new(null::Config::plain(ZONES * ZONE, BLOCK as u32)).unwrap())

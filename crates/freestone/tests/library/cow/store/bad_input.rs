@@ -9,7 +9,7 @@ use freestone::cow::{SetupError, StoreKind};
 use freestone::device::{
     Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Tried,
 };
-use freestone_testkit::{Faulty, Model, Rng, What, When};
+use freestone_testkit::{Faulty, Model, Rng, What, When, scaled};
 
 use super::disk::Disk;
 use super::metadata::{HEADER, PREFIX, check, input};
@@ -299,7 +299,7 @@ fn mutated_stores_are_refused_or_make_sense() {
         assert!(matches!(check(input), Some(Ok(_))), "good input {at}: {:?}", check(input));
     }
     let (mut opened, mut refused) = (0, 0);
-    let mutated = super::disk::scaled(MUTATED);
+    let mutated = scaled(MUTATED);
     for _ in 0..mutated {
         let mut input = good[rng.below(good.len() as u64) as usize].clone();
         mutate(&mut input, &mut rng);

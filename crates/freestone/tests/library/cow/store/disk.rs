@@ -10,14 +10,9 @@ use std::time::Duration;
 use freestone::device::{
     Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
 };
-use freestone_testkit::{Rng, effort};
+use freestone_testkit::Rng;
 
 pub const SECTOR: usize = 512;
-
-/// Returns a tenth of `full` in a quick run, and `full` in the slow lane.
-pub fn scaled(full: usize) -> usize {
-    effort(full / 10, full)
-}
 
 /// What happened, in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
