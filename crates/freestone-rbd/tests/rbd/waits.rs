@@ -1,6 +1,7 @@
 //! A library that does not answer: deadlines, the memory that it still has, the end of a device.
 
 use std::sync::mpsc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use freestone_core::device::{Blocking as _, Completion, Device as _, Error, Flags, IoBuf, Request};
@@ -129,12 +130,17 @@ fn a_completion_may_drop_the_device() {
 
 #[test]
 fn a_cluster_that_hangs_is_given_up_and_closed_when_it_answers() {
-    for call in ["connect", "open", "stat"] {
-        let cluster = Cluster::new(SIZE);
-        cluster.control(&format!("hang {call}\n"));
-        let why = Rbd::open(&short(&cluster)).unwrap_err().to_string();
-        assert_eq!(why, "rbd/vm: the cluster did not answer within 3s");
-        cluster.control("");
-        soon("it is closed", || cluster.log().last().is_some_and(|line| line == "shutdown"));
-    }
+    // Each waits for its timeout, so they run at the same time.
+    thread::scope(|scope| {
+        for call in ["connect", "open", "stat"] {
+            scope.spawn(move || {
+                let cluster = Cluster::new(SIZE);
+                cluster.control(&format!("hang {call}\n"));
+                let why = Rbd::open(&short(&cluster)).unwrap_err().to_string();
+                assert_eq!(why, "rbd/vm: the cluster did not answer within 3s");
+                cluster.control("");
+                soon("it is closed", || cluster.log().last().is_some_and(|line| line == "shutdown"));
+            });
+        }
+    });
 }

@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::io::Read as _;
 
-use crate::clients::tools::{KIB, MIB, fails, noise, ok, stat, tool, uri};
+use crate::clients::tools::{KIB, MIB, fails, is_zero, noise, ok, stat, tool, uri};
 use crate::harness::Serve;
 
 #[test]
@@ -44,13 +44,13 @@ fn mem_limit_in_the_middle_of_a_large_write() {
     };
     assert!(range(0, KEPT) == kept);
     assert!(range(200 * MIB, KEPT) == kept);
-    assert!(range(KEPT, 60 * MIB).iter().all(|b| *b == 0));
-    assert!(range(96 * MIB, 104 * MIB).iter().all(|b| *b == 0));
+    assert!(is_zero(range(KEPT, 60 * MIB)));
+    assert!(is_zero(range(96 * MIB, 104 * MIB)));
     // Each page of the failed write is the new one or the old one, whole.
     let large = noise(2, 32 * MIB);
     for (number, new) in (0..).zip(large.chunks(4096)) {
         let page = range(64 * MIB + number * 4 * KIB, 4 * KIB);
-        assert!(page == new || page.iter().all(|b| *b == 0), "page {number} of the write is a mixture");
+        assert!(page == new || is_zero(page), "page {number} of the write is a mixture");
     }
 
     // The server lives, its other device too, and room that is freed can be used.

@@ -139,7 +139,7 @@ fn a_server_that_is_killed_under_writeback_is_waited_for() {
     let other = spill(&dir, "other", 96);
     let words = [
         other.device("n") + ",timeout=20s",
-        "r=ram,disksize=64M,mem_limit=8M,backing_dev=device:n,full=wait,full_timeout=60".into(),
+        "r=ram,disksize=64M,mem_limit=8M,backing_dev=device:n,full=wait,full_timeout=60,bps=16M".into(),
     ];
     let server = Serve::start(&words);
     let data = noise(5, 64 * MIB);
@@ -149,6 +149,8 @@ fn a_server_that_is_killed_under_writeback_is_waited_for() {
         other.kill();
         eventually("the loss is seen", || get(&server, "n", "connections") == 0);
         assert!(!writer.is_finished());
+        // The limit has kept the writer busy until the loss was seen.
+        server.text(&["set", "r", "bps=0"]);
         spill(&dir, "other", 96)
     });
     holds(&server, "r", &data);

@@ -9,7 +9,7 @@ use crate::harness::Serve;
 #[test]
 fn convert_and_compare() {
     let dir = tempfile::tempdir().unwrap();
-    let image = ext4_image(dir.path(), 24 * MIB, 80 * MIB);
+    let image = ext4_image(dir.path(), 12 * MIB, 80 * MIB);
     let (qcow, raw) = (dir.path().join("qcow2"), dir.path().join("raw"));
     let serve = Serve::start(&["ram0=ram,disksize=80M", "ram1=ram,disksize=80M,comp_algorithm=zstd"]);
     let (ram0, ram1) = (uri(&serve, "ram0"), uri(&serve, "ram1"));

@@ -10,7 +10,8 @@ use rustix::process::Signal;
 use tempfile::TempDir;
 
 use super::nbd::{eventually, get};
-use super::tools::{MIB, fails, noise, ok, qemu_io, tool, uri};
+use super::tools::{MIB, fails, noise, ok, qemu_io, stat, tool, uri};
+use crate::drives::raw::Raw;
 use crate::harness::{Serve, freestone, sentence};
 
 /// A cluster with one image, `rbd/vm`.
@@ -138,9 +139,19 @@ fn a_cluster_that_does_not_answer_is_waited_for_and_no_longer_than_was_said() {
     cluster.control("hang write\n");
     let none = cluster.device("none", "").replace("rbd/vm", "rbd/none");
     assert_eq!(server.refused(1, &["create", &none]), "none: rbd/none: there is no such image");
-    // Neither the end of the device nor that of the server waits for the write.
+}
+
+/// Neither the end of the device nor that of the server waits for a write that hangs.
+#[test]
+fn remove_does_not_wait_for_a_hanging_cluster() {
+    let cluster = Cluster::new();
+    let server = cluster.serve(tempfile::tempdir().unwrap(), &[cluster.device("d", ",timeout=60s")]);
+    cluster.control("hang write\n");
+    let mut client = Raw::connect(&server, "d");
+    client.send_write(0, &[1; 4096]);
+    eventually("the write hangs", || stat(&server, "d", "io", "in_flight") > 0);
     let began = Instant::now();
-    server.text(&["remove", "d"]);
+    server.text(&["remove", "d", "--force"]);
     server.signal(Signal::TERM);
     assert_eq!(server.wait().0, Some(0));
     assert!(began.elapsed() < Duration::from_secs(30));

@@ -5,6 +5,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use freestone_testkit::Rng;
 pub use freestone_testkit::tools::find;
 use serde_json::Value;
 
@@ -102,12 +103,13 @@ pub fn allocated(file: &Path) -> u64 {
 
 /// Bytes that no codec makes smaller, the same for the same seed.
 pub fn noise(seed: u64, length: u64) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let words = (0..length.div_ceil(8)).flat_map(|_| {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state.wrapping_mul(0x2545_f491_4f6c_dd1d).to_le_bytes()
-    });
-    words.take(usize::try_from(length).unwrap()).collect()
+    // The generator of the testkit is optimised, this program is not.
+    let mut bytes = vec![0; usize::try_from(length).unwrap()];
+    Rng::new(seed).fill(&mut bytes);
+    bytes
+}
+
+/// Returns true if all bytes are zero. Compares pages, as an unoptimised loop over bytes is slow.
+pub fn is_zero(bytes: &[u8]) -> bool {
+    bytes.chunks(4096).all(|page| *page == [0; 4096][..page.len()])
 }

@@ -24,7 +24,7 @@ fn a_tarball_survives_writeback() {
         );
         let serve = Serve::start(&[device]);
         let (tree, tarball) = (dir.path().join("tree"), dir.path().join("tree.tar"));
-        plant(&tree, 32 * MIB);
+        plant(&tree, 16 * MIB);
         fs::write(tree.join("more noise"), noise(3, 8 * MIB)).unwrap();
         ok(tool("tar").arg("-C").arg(&tree).arg("--sparse").arg("-cf").arg(&tarball).arg("."));
         let bytes = fs::metadata(&tarball).unwrap().len();
@@ -87,7 +87,7 @@ fn a_server_that_is_killed_leaves_no_backing_file() {
         let serve =
             Serve::start(&["ram0=ram,disksize=256M,mem_limit=128M,backing_dev=spill.img,backing_size=256M"]);
         let image = serve.path("noise");
-        fs::write(&image, noise(u64::from(round), 64 * MIB)).unwrap();
+        fs::write(&image, noise(u64::from(round), 32 * MIB)).unwrap();
         ok(tool("nbdcopy").arg(&image).arg(uri(&serve, "ram0")));
         fs::remove_file(&image).unwrap();
         // The file has no name at any time.

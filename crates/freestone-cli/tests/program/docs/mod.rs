@@ -15,7 +15,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
 use page::{Section, Shown};
 use sections::{NOT_RUN, prepared};
@@ -260,6 +260,22 @@ fn session(dir: &Path, prepare: &str, shown: &[Shown]) -> String {
     script
 }
 
+/// Returns the processes of a group that have not ended, with their names. Ended processes stay in
+/// their group until init collects them, which can take seconds.
+fn running(group: Pid) -> Vec<(Pid, String)> {
+    let group = group.as_raw_nonzero().to_string();
+    let stats = fs::read_dir("/proc").unwrap().flatten().map(|entry| entry.path().join("stat"));
+    let of_group = |stat: String| {
+        // The name is in parentheses and may have spaces. State, parent and group follow it.
+        let (pid, rest) = stat.split_once(" (")?;
+        let (name, rest) = rest.rsplit_once(") ")?;
+        let fields: Vec<_> = rest.split(' ').take(3).collect();
+        let is_running = !matches!(fields[0], "Z" | "X") && fields[2] == group;
+        is_running.then(|| (Pid::from_raw(pid.parse().unwrap()).unwrap(), name.to_owned()))
+    };
+    stats.flat_map(fs::read_to_string).filter_map(of_group).collect()
+}
+
 /// Runs it and ends what it left. Returns what bash itself said.
 fn run_bash(dir: &Path, script: &str) -> String {
     let file = dir.join(".session");
@@ -287,13 +303,24 @@ fn run_bash(dir: &Path, script: &str) -> String {
         }
         std::thread::sleep(STEP);
     };
-    // Orderly first: nbdfuse unmounts, a server removes its sockets.
-    let _ = kill_process_group(group, Signal::TERM);
-    let _ = child.wait();
-    let end = Instant::now() + Duration::from_secs(5);
-    while kill_process_group(group, Signal::CONT).is_ok() && Instant::now() < end {
-        std::thread::sleep(STEP);
+    // Orderly first: nbdfuse unmounts, a server removes its sockets. The programs that hold the disks
+    // of a server end after it, as it flushes to them.
+    let ends = |keep: &[&str]| {
+        let is_left = |(_, name): &(Pid, String)| !keep.contains(&name.as_str());
+        for (pid, _) in running(group).into_iter().filter(is_left) {
+            let _ = kill_process(pid, Signal::TERM);
+        }
+        let end = Instant::now() + Duration::from_secs(5);
+        while running(group).iter().any(is_left) && Instant::now() < end {
+            std::thread::sleep(STEP);
+        }
+    };
+    if late {
+        let _ = kill_process_group(group, Signal::TERM);
     }
+    let _ = child.wait();
+    ends(&["qemu-nbd", "nbdkit"]);
+    ends(&[]);
     let _ = kill_process_group(group, Signal::KILL);
     let said = fs::read_to_string(dir.join(".log")).unwrap();
     if late { format!("{said}\nthe session took longer than {SESSION_MAX:?}") } else { said }

@@ -31,7 +31,7 @@ fn a_device_whose_client_reads_nothing_is_removed_while_others_change() {
         "r=ram,disksize=1M",
     ]);
     let control = Control::of(&serve);
-    for (name, verb) in [("bad", "remove"), ("other", "unpublish")] {
+    let ends_without_others = |name: &str, verb: &str| {
         let _client = deaf(&serve, name);
         thread::scope(|scope| {
             let ends = scope.spawn(|| control.ok(verb, &json!({ "name": name, "force": true })));
@@ -48,7 +48,12 @@ fn a_device_whose_client_reads_nothing_is_removed_while_others_change() {
             assert_eq!(ends.join().unwrap()["connections_ended"], 1);
             assert_eq!(again.is_ok(), verb == "unpublish", "{again:?}");
         });
-    }
+    };
+    // Both wait for the grace period of connections, so they run at the same time.
+    thread::scope(|scope| {
+        scope.spawn(|| ends_without_others("bad", "remove"));
+        scope.spawn(|| ends_without_others("other", "unpublish"));
+    });
 }
 
 #[test]

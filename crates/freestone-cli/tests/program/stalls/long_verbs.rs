@@ -211,7 +211,7 @@ fn a_writeback_keeps_what_was_written() {
     let args = ["writeback", "r", "huge"];
     let case = Case {
         serve: &serve,
-        slow: &slowed(&disk, SLOW_WRITES),
+        slow: &slowed(&disk, "write delay=100ms"),
         args: &args,
         verb: "writeback",
         name: "r",
@@ -426,7 +426,7 @@ fn a_compaction_keeps_what_was_moved() {
     let used = || number(&serve, "r", "backing", "used_bytes");
     let case = Case {
         serve: &serve,
-        slow: &slowed(&disk, "all delay=300ms"),
+        slow: &slowed(&disk, "all delay=40ms"),
         args: &["compact", "r"],
         verb: "compact",
         name: "r",
@@ -444,7 +444,7 @@ fn a_recompression_keeps_what_became_smaller() {
         "r=ram,disksize=128M,recomp_algorithm=algo=zstd priority=1,algorithm_params=priority=1 level=22",
     ]);
     // Text of few letters: zstd at its highest level takes its time with that.
-    let data: Vec<u8> = noise(3, 32 * MIB).into_iter().map(|byte| b'a' + byte % 8).collect();
+    let data: Vec<u8> = noise(3, 16 * MIB).into_iter().map(|byte| b'a' + byte % 8).collect();
     let image = serve.path("letters");
     fs::write(&image, data).unwrap();
     ok(tool("nbdcopy").arg(&image).arg(uri(&serve, "r")));

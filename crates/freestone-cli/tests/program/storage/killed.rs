@@ -171,8 +171,9 @@ fn killed_at_each_request(stage: &Stage, before: &Objects, old: Option<&[u8]>, n
     let clean = stage.pruned();
     let mut shown_new = 0;
     for is_done in [false, true] {
-        // The first and the last ones are always among them: there the store begins and the tag changes.
-        let is_met = |number: &usize| effort(number.is_multiple_of(4) || number + 3 > requests, true);
+        // The last requests change the tag. The two rounds take different ones of the rest.
+        let first = if is_done { 3 } else { 0 };
+        let is_met = |number: &usize| effort(number % 6 == first || number + 3 > requests, true);
         for number in (0..REQUESTS_MAX).filter(is_met) {
             stage.put(before);
             if stage.push_until(number, is_done) {

@@ -7,6 +7,7 @@ mod saved;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use freestone_testkit::Rng;
 use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -59,19 +60,15 @@ impl Bucket {
 
 /// Some MiB, each of another kind: text, noise, zeroes.
 fn disk(mib: usize) -> Vec<u8> {
-    let mut state = 7_u64;
-    let mut noise = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state as u8
-    };
-    let mib = (0..mib).map(|number| match number % 3 {
-        0 => (0..1 << 20).map(|at: u32| (at / 61 + number as u32) as u8).collect::<Vec<u8>>(),
-        1 => (0..1 << 20).map(|_| noise()).collect(),
-        _ => vec![0; 1 << 20],
-    });
-    mib.flatten().collect()
+    let mut disk = vec![0; mib << 20];
+    for (number, mib) in disk.chunks_mut(1 << 20).enumerate() {
+        match number % 3 {
+            0 => mib.chunks_mut(61).enumerate().for_each(|(run, bytes)| bytes.fill((run + number) as u8)),
+            1 => Rng::new(number as u64).fill(mib),
+            _ => {}
+        }
+    }
+    disk
 }
 
 fn with_disk(mib: usize) -> TempDir {

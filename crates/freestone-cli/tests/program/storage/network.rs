@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use freestone_testkit::effort;
 use freestone_testkit::s3::{Server, Trouble};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -193,8 +194,7 @@ fn a_push_is_cancelled_by_an_interrupt_and_goes_on_where_it_was() {
 /// However many servers and forks a host has, each chunk comes once.
 #[test]
 fn of_all_forks_of_a_host_one_fetches_a_chunk() {
-    const SERVERS: usize = 10;
-    const FORKS: usize = 10;
+    let (servers, forks) = effort((4, 6), (10, 10));
     let server = Server::start(&["images"]);
     let dir = with_disk(24);
     let (code, _, err) = push(&server, dir.path(), "s3://images/x:v1");
@@ -202,13 +202,13 @@ fn of_all_forks_of_a_host_one_fetches_a_chunk() {
     server.forget_traffic();
     let cache = tempfile::tempdir().unwrap();
     let servers: Vec<Serve> =
-        (0..SERVERS).map(|_| serve(&server, cache.path(), &["i=image,url=s3://images/x:v1"])).collect();
+        (0..servers).map(|_| serve(&server, cache.path(), &["i=image,url=s3://images/x:v1"])).collect();
     thread::scope(|scope| {
         for serving in &servers {
             scope.spawn(move || {
                 let nbd = format!("unix:{}", serving.path("nbd").display());
-                serving.text(&["fork", "i", "vm-%n", "--count", &FORKS.to_string(), "--nbd", &nbd]);
-                for fork in 0..FORKS {
+                serving.text(&["fork", "i", "vm-%n", "--count", &forks.to_string(), "--nbd", &nbd]);
+                for fork in 0..forks {
                     let at = fork * 2;
                     let reads = [format!("read {at}M 1M"), "read 0 4M".to_owned(), "read 20M 4M".to_owned()];
                     qemu_io(&uri(serving, &format!("vm-{fork}")), &reads);

@@ -4,6 +4,7 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use tempfile::TempDir;
 
 use super::Watched;
 use super::chromium::Chromium;
@@ -33,8 +34,11 @@ fn check(browser: &mut Chromium, at: &str) {
     assert!(others.is_empty() && !heard.asked.is_empty(), "{others:?}");
 }
 
-#[test]
-fn it_shows_devices_follows_writes_and_draws_maps() {
+/// Markup in a name is a name.
+const STRANGE: &str = "<img/src/onerror>";
+
+/// A server with a device of each kind, a client of the RAM disk, and the page in a browser.
+fn browsed() -> (TempDir, Watched, Raw, Chromium) {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("golden"), vec![1; 1 << 20]).unwrap();
     let golden = format!("golden=file,path={}/golden,readonly=yes,mem_limit=64M", dir.path().display());
@@ -44,17 +48,21 @@ fn it_shows_devices_follows_writes_and_draws_maps() {
         "r=ram,disksize=16M,mem_limit=8M",
         "z=null,size=64M,zoned=1,zone_size=4M",
     ]);
-    // Markup in a name is a name.
-    let strange = "<img/src/onerror>";
-    watched.serve.text(&["create", &format!("{strange}=ram,disksize=1M")]);
-    let mut client = Raw::connect(&watched.serve, "r");
+    watched.serve.text(&["create", &format!("{STRANGE}=ram,disksize=1M")]);
+    let client = Raw::connect(&watched.serve, "r");
     let mut browser = Chromium::start(1600, 1000);
     browser.open(&format!("http://{}/", watched.at));
-    browser.until(&row(strange));
+    browser.until(&row(STRANGE));
+    (dir, watched, client, browser)
+}
+
+#[test]
+fn it_shows_devices_follows_writes_and_draws_maps() {
+    let (_dir, watched, mut client, mut browser) = browsed();
     assert_eq!(browser.eval("document.querySelectorAll('#devices img').length"), json!(0));
     let names = browser
         .eval("[...document.querySelectorAll('#devices tbody tr')].map((row) => row.dataset.name).sort()");
-    assert_eq!(names, json!([strange, "f", "golden", "r", "z"]));
+    assert_eq!(names, json!([STRANGE, "f", "golden", "r", "z"]));
     let family = browser.text(&text("families"));
     assert!(family.contains("golden file, 1 fork") && family.contains("of 64M"), "{family}");
     let header = browser.text(&text("server"));
@@ -107,13 +115,18 @@ fn it_shows_devices_follows_writes_and_draws_maps() {
     browser.eval("document.getElementById('attributes-all').open = true");
     let attributes = browser.text(&text("attributes"));
     assert!(attributes.contains("comp_algorithm") && attributes.contains("mem_limit"), "{attributes}");
+    check(&mut browser, &watched.at);
+}
 
-    // The address chooses, too.
+#[test]
+fn address_selects_device_on_any_screen() {
+    let (_dir, watched, mut client, mut browser) = browsed();
+    assert_eq!(client.write(0, 0, &noise(1, 4 * MIB)), 0);
     browser.eval("location.hash = '#device=z'");
     browser.until(&format!("{}.includes('empty: 16 zones')", text("legend")));
-    browser.eval(&format!("location.hash = '#device=' + encodeURIComponent('{strange}')"));
+    browser.eval(&format!("location.hash = '#device=' + encodeURIComponent('{STRANGE}')"));
     browser.until(&format!("{}.includes('hole: 1M')", text("legend")));
-    assert_eq!(browser.text(&text("device-title")), strange);
+    assert_eq!(browser.text(&text("device-title")), STRANGE);
     browser.eval("location.hash = '#device=f'");
     browser.until(&format!("{}.includes('as its base: 1M')", text("legend")));
     // What is gone is told, and the rest goes on. The browser itself says what was not found.

@@ -123,11 +123,12 @@ fn in_a_terminal_it_goes_on_hears_keys_and_leaves_the_terminal_as_it_was() {
 fn a_signal_or_the_end_of_the_server_leaves_the_terminal_as_it_was() {
     let serve = serve();
     let line = format!(
-        "sh -c 'sleep 4; kill -TERM $0' $$ & exec {} top --control control",
+        "sh -c 'until [ -e seen ]; do sleep 0.05; done; kill -TERM $0' $$ & exec {} top --control control",
         env!("CARGO_BIN_EXE_freestone")
     );
     let mut terminal = Terminal::shell(&serve, &line);
     terminal.until("(all)");
+    std::fs::write(serve.path("seen"), "").unwrap();
     terminal.until(LEAVES);
     assert_eq!(terminal.end().0, Some(0));
     let mut terminal = Terminal::run(&serve, "top");
