@@ -410,11 +410,15 @@ impl Oracle {
         taken.history.clone_from(&self.history);
         for (&at, sector) in &self.sectors {
             let mut now: Vec<Version> = Vec::with_capacity(sector.now.len());
+            let lately = sector.past.iter().filter(|past| past.gone > verb.began);
+            // A read shows which of several versions it is, but a flush of the new device makes none durable.
+            let is_certain = sector.now.len() == 1 && lately.clone().next().is_none();
             for version in &sector.now {
-                let state = if version.state == State::InFlight { State::Doubtful } else { version.state };
+                let is_done = is_certain && version.state != State::InFlight;
+                let state = if is_done { version.state } else { State::Doubtful };
                 now.push(Version { state, ended: tick, ..*version });
             }
-            for past in sector.past.iter().filter(|past| past.gone > verb.began) {
+            for past in lately {
                 now.push(Version {
                     content: past.content,
                     state: State::Doubtful,
