@@ -21,6 +21,7 @@ mod variants;
 mod workspace;
 
 use std::ffi::OsString;
+use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -112,6 +113,9 @@ enum Command {
 const INCOMPLETE: u8 = 3;
 
 fn main() -> ExitCode {
+    if let Err(error) = heed_interrupts() {
+        eprintln!("xtask: cannot restore the default of ignored signals: {error}");
+    }
     match run(Cli::parse()) {
         Ok(Verdict::Passed) => ExitCode::SUCCESS,
         Ok(Verdict::Failed) => ExitCode::FAILURE,
@@ -121,6 +125,21 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Runs this program again with default signals if it ignores interrupts, as after `cargo xtask test &` in a script.
+/// Programs inherit ignored signals, and some tests interrupt programs.
+fn heed_interrupts() -> std::io::Result<()> {
+    const SIGINT_BIT: u64 = 1 << (2 - 1);
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or_default();
+    if ignored & SIGINT_BIT == 0 {
+        return Ok(());
+    }
+    let mut again = std::process::Command::new("env");
+    again.arg("--default-signal=INT,QUIT").arg(std::env::current_exe()?).args(std::env::args_os().skip(1));
+    Err(again.exec())
 }
 
 fn run(cli: Cli) -> Result<Verdict> {

@@ -14,7 +14,6 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 
 use crate::cargo::{self, Counts, LIB, Outcome, TestProgram};
-use crate::packages;
 use crate::workspace;
 
 /// Beginning of what a test prints that needs a program which is not installed (`freestone_testkit::tools`).
@@ -228,11 +227,14 @@ impl Results {
         let End { status, took, output } = end;
         let mut counts = Counts::default();
         match status {
-            Ok(Some(status)) if status.success() => counts.passed = 1,
-            Ok(Some(_)) if !packages::is_ci() && output.contains(LEFT_OUT) => {
-                counts.left_out = 1;
-                let why = output.lines().find_map(|line| Some(line.split_once(LEFT_OUT)?.1));
-                self.left_out.push(format!("{}: {}", test.title(), why.unwrap_or_default()));
+            Ok(Some(status)) if status.success() => {
+                match output.lines().find_map(|line| Some(line.split_once(LEFT_OUT)?.1)) {
+                    None => counts.passed = 1,
+                    Some(why) => {
+                        counts.left_out = 1;
+                        self.left_out.push(format!("{}: {why}", test.title()));
+                    }
+                }
             }
             status => {
                 counts.failed = 1;

@@ -1,5 +1,8 @@
 //! Every verb and every option is in the pages, and shells complete them.
 
+#[macro_use]
+extern crate freestone_testkit;
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;

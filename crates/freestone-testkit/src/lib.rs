@@ -14,7 +14,7 @@
 //! * [`effort`]: how many cases a randomised test runs.
 //! * [`librbd`]: a library that stands for Ceph's, over files.
 //! * [`objects`]: a store of objects in memory that fails when it is told to.
-//! * [`tools`]: programs that tests run.
+//! * [`tools`]: programs that tests run, and [`test`] for tests that need some.
 //! * [`vhost_user`]: a frontend, for exports to virtual machines.
 //!
 //! ```
@@ -47,6 +47,7 @@ pub use compare::first_difference;
 pub use deferred::{Deferred, Policy};
 pub use effort::{effort, scaled};
 pub use faulty::{Counts, Faulty, What, When};
+pub use freestone_testkit_macros::test;
 pub use latency::Latency;
 pub use model::Model;
 pub use model_zoned::{ModelZoned, ZonedConfig};

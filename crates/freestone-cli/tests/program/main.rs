@@ -1,6 +1,10 @@
 //! The built program as its users meet it: its command line and sockets, clients that Debian ships,
 //! test drives, and what stalls.
 
+// `#[test]` passes if a program is missing and this is not continuous integration.
+#[macro_use]
+extern crate freestone_testkit;
+
 mod cli;
 mod clients;
 mod docs;

@@ -99,8 +99,7 @@ fn the_end_is_seen_after_the_grace_although_a_request_is_in_flight() {
             assert!(!export.end(Duration::ZERO));
         }
         assert_eq!(client.front.socket.read(&mut [0]).unwrap(), 0);
-        assert_eq!(client.memory.word(USED + 2), 0);
-        assert!(began.elapsed() < Duration::from_millis(600), "the device has not let go of it");
+        assert_eq!(client.memory.word(USED + 2), 0, "the device still has the flush");
     }
 }
 

@@ -159,13 +159,13 @@ fn a_write_waits_for_a_trim_or_for_the_limit_to_grow() {
 fn a_write_waits_until_its_time_is_up_or_waiting_is_over() {
     let serve = serve(&[WAITING]);
     let (mut client, cookie, page) = waiting(&serve);
-    let set = serve.json(&["set", "small", "full_timeout=2", "full_warn=off"]);
-    assert_eq!(set, json!({ "full_timeout": 2, "full_warn": 0 }));
+    let set = serve.json(&["set", "small", "full_timeout=4", "full_warn=off"]);
+    assert_eq!(set, json!({ "full_timeout": 4, "full_warn": 0 }));
     assert_eq!(client.reply(), Ok((cookie, ENOSPC)));
     assert_eq!(logged(&serve, "small: is full, and no room came in time: writes fail").len(), 1);
     let began = Instant::now();
     assert_eq!(client.write(0, page * PAGE, &noise(9, PAGE)), ENOSPC, "it has given up");
-    assert!(began.elapsed() < Duration::from_secs(2));
+    assert!(began.elapsed() < Duration::from_secs(4));
     // With room comes patience.
     serve.json(&["set", "small", "full_timeout=3600", "mem_limit=1028K"]);
     let cookie = (0..).map(|n| client.send_write((page + n) * PAGE, &noise(9 + n, PAGE))).nth(20).unwrap();
