@@ -5,20 +5,21 @@ use std::env;
 use std::io::{Write as _, stderr};
 use std::panic::{self, AssertUnwindSafe};
 use std::path::PathBuf;
+use std::process::{Command, Stdio};
 
 /// The table of programs and packages; `cargo xtask` reads it, too.
 const TABLE: &str = include_str!("tools.txt");
 /// Where Debian puts the tools of the administrator, which not every user has in PATH.
 const SYSTEM_DIRS: [&str; 3] = ["/usr/bin", "/usr/sbin", "/sbin"];
 
-/// Payload of the panic that ends a test whose program is missing.
-struct MissingProgram;
+/// Payload of the panic that ends a test which cannot run on this machine.
+struct LeftOut;
 
 /// Runs a test. Outside of continuous integration, a test whose program is missing passes.
 pub fn leave_out_if_missing(test: impl FnOnce()) {
-    let is_missing = |payload: &(dyn Any + Send)| payload.is::<MissingProgram>();
+    let is_left_out = |payload: &(dyn Any + Send)| payload.is::<LeftOut>();
     match panic::catch_unwind(AssertUnwindSafe(test)) {
-        Err(payload) if !is_missing(&*payload) => panic::resume_unwind(payload),
+        Err(payload) if !is_left_out(&*payload) => panic::resume_unwind(payload),
         _ => {}
     }
 }
@@ -34,12 +35,24 @@ pub fn find(tool: &str) -> PathBuf {
     let found = dirs.find_map(|dir| Some(dir.join(tool)).filter(|file| file.is_file()));
     found.unwrap_or_else(|| {
         let package = package_of(tool);
-        let why = format!("{tool} is missing: apt-get install --no-install-recommends {package}");
-        assert!(!is_ci(), "{why}");
-        // The test harness hides what a test prints if it passes, but not what it writes.
-        let _ = writeln!(stderr(), "left out: {why}");
-        panic::resume_unwind(Box::new(MissingProgram))
+        leave_out(&format!("{tool} is missing: apt-get install --no-install-recommends {package}"))
     })
+}
+
+/// Ends the test as [`find`] does, unless this process is root or sudo asks for no password.
+pub fn require_root() {
+    let may_sudo = || Command::new("sudo").args(["-n", "true"]).stdin(Stdio::null()).output();
+    if !rustix::process::geteuid().is_root() && !may_sudo().is_ok_and(|output| output.status.success()) {
+        leave_out("needs root, or a sudo that asks for no password");
+    }
+}
+
+/// Ends a test that cannot run on this machine.
+fn leave_out(why: &str) -> ! {
+    assert!(!is_ci(), "{why}");
+    // The test harness hides what a test prints if it passes, but not what it writes.
+    let _ = writeln!(stderr(), "left out: {why}");
+    panic::resume_unwind(Box::new(LeftOut))
 }
 
 /// As `cargo xtask` does, which says it in CONTRIBUTING.md.
