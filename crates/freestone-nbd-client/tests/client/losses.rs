@@ -221,7 +221,7 @@ fn without_a_server_requests_fail_in_time_and_work_when_it_is_back() {
     for told in [&write, &behind, &flush] {
         assert!(matches!(answer(told), Err(Error::Media)));
     }
-    assert!(begun.elapsed() > timeout / 2, "{:?}", begun.elapsed());
+    assert!((timeout / 2..LONG).contains(&begun.elapsed()), "{:?}", begun.elapsed());
     // From then on at once: none of the two waits for the timeout.
     let begun = Instant::now();
     assert_eq!(device.read_at(0, &mut [0; BLOCK]), Err(Error::Media));

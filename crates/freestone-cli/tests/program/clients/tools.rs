@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use freestone_testkit::Rng;
 pub use freestone_testkit::tools::find;
-use freestone_testkit::tools::require_root;
+use freestone_testkit::tools::require_sudo;
 use serde_json::Value;
 
 use crate::harness::Serve;
@@ -30,7 +30,7 @@ pub fn root_tool(name: &str) -> Command {
     if rustix::process::geteuid().is_root() {
         return tool(name);
     }
-    require_root();
+    require_sudo();
     let mut command = Command::new("sudo");
     command.args(["-n", "timeout", "--kill-after=5"]).arg(CLIENT_SECONDS_MAX.to_string()).arg(find(name));
     command.stdin(Stdio::null());
