@@ -6,6 +6,7 @@ use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
+use freestone_testkit::Rng;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::tempdir;
@@ -62,15 +63,10 @@ impl Nbd {
 
 /// Pages of which `noise` bytes do not compress.
 fn data(pages: usize, noise: usize) -> Vec<u8> {
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut rng = Rng::new(1);
     let mut data = vec![b'.'; pages * PAGE];
     for page in data.chunks_mut(PAGE) {
-        for byte in &mut page[..noise] {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            *byte = state as u8;
-        }
+        rng.fill(&mut page[..noise]);
     }
     data
 }
