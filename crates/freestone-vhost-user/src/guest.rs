@@ -30,7 +30,7 @@ impl Guest {
         Self {
             memory: Mutex::default(),
             generation: AtomicU64::new(0),
-            writeback: AtomicBool::new(true),
+            writeback: AtomicBool::new(false),
             silent: AtomicBool::new(false),
             socket,
             backend_socket: Mutex::default(),

@@ -48,7 +48,8 @@ pub struct Session {
     around: Around,
     /// As offered when it connected.
     offered: u64,
-    features: u64,
+    /// Features the driver has accepted; `None` before the first `SET_FEATURES` and after a reset.
+    features: Option<u64>,
     protocol: u64,
     vrings: Vec<Vring>,
 }
@@ -58,7 +59,9 @@ impl Session {
     pub fn new(around: Around) -> Self {
         let offered = disk::features(&around.disk);
         let vrings = std::iter::repeat_with(Vring::default).take(MAX_QUEUES).collect();
-        Self { around, offered, features: 0, protocol: 0, vrings }
+        let session = Self { around, offered, features: None, protocol: 0, vrings };
+        session.set_writeback(true);
+        session
     }
 
     /// Answers messages until the frontend leaves, or breaks the protocol. When this returns,
@@ -177,7 +180,7 @@ impl Session {
                 let (index, kick) = event_of(&body, &mut fds)?;
                 let kick = kick.ok_or("a queue without a kick is not offered")?;
                 // Before protocol features were known, a queue starts enabled.
-                let always = self.features & feature::PROTOCOL_FEATURES == 0;
+                let always = !self.has(feature::PROTOCOL_FEATURES);
                 self.change(index, |vring| {
                     vring.kick = Some(Arc::new(kick));
                     vring.enabled |= always;
@@ -205,27 +208,35 @@ impl Session {
         if features & !self.offered != 0 {
             return Err(format!("features {features:#x} were not all offered"));
         }
-        if features != self.features {
-            // Running queues go by the old ones.
+        if self.features != Some(features) {
+            // Running queues use the features accepted before.
             for vring in &mut self.vrings {
                 vring.stop();
             }
-            self.features = features;
-            // Who does not know of flushes cannot do without durable writes.
-            self.set_writeback((self.offered & !features) & feature::FLUSH == 0);
+            self.features = Some(features);
+            self.set_writeback(true);
             self.settle_all()?;
         }
         Ok(())
     }
 
+    /// Returns true if the driver has accepted a feature.
+    fn has(&self, feature: u64) -> bool {
+        self.features.is_some_and(|features| features & feature != 0)
+    }
+
+    /// Switches write-back on or off. Write-back stays off for a driver that has not accepted FLUSH:
+    /// such a driver cannot make its writes durable.
     fn set_writeback(&self, writeback: bool) {
-        self.around.guest.writeback.store(writeback, Ordering::SeqCst);
+        let can_flush = self.offered & feature::FLUSH == 0 || self.has(feature::FLUSH);
+        self.around.guest.writeback.store(writeback && can_flush, Ordering::SeqCst);
     }
 
     fn get_config(&self, body: &[u8]) -> Result<Answer, Refusal> {
         let (part, _) = ConfigPart::read_from_prefix(body).map_err(|_| "it is too short")?;
-        let writeback =
-            self.around.guest.writeback.load(Ordering::SeqCst) && self.offered & feature::CONFIG_WCE != 0;
+        // Frontends read the configuration before the driver chooses: FLUSH gives it write-back.
+        let writeback = self.offered & feature::CONFIG_WCE != 0
+            && (self.features.is_none() || self.around.guest.writeback.load(Ordering::SeqCst));
         let config = disk::config(&self.around.disk, writeback);
         let from = part.offset as usize;
         let wanted = from.checked_add(part.size as usize).and_then(|end| config.get(from..end));
@@ -243,7 +254,7 @@ impl Session {
         }
         // All else is not the driver's to write.
         let at = WRITEBACK_OFFSET.checked_sub(part.offset);
-        if self.features & feature::CONFIG_WCE != 0
+        if self.has(feature::CONFIG_WCE)
             && let Some(writeback) = at.and_then(|at| bytes.get(at as usize))
         {
             self.set_writeback(*writeback != 0);
@@ -286,7 +297,7 @@ impl Session {
     }
 
     fn settle(&mut self, index: u32) -> Result<(), Refusal> {
-        let features = self.features;
+        let features = self.features.unwrap_or(0);
         let vring = self.vrings.get_mut(index as usize).ok_or("there is no such queue")?;
         let settled = vring.settle(index as usize, &self.around, features);
         settled.map_err(|error| format!("queue {index}: {error}"))
@@ -318,8 +329,8 @@ impl Session {
         for vring in &mut self.vrings {
             *vring = Vring::default();
         }
+        self.features = None;
         self.set_writeback(true);
-        self.features = 0;
     }
 }
 

@@ -1,5 +1,6 @@
 //! A frontend that does what no honest one does: its driver writes each descriptor as a test says.
 
+mod features;
 mod hostile;
 mod inflight;
 mod life;

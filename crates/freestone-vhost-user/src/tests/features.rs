@@ -1,0 +1,78 @@
+//! Features a driver accepts, and the durability of its writes.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::*;
+
+/// A device with a volatile cache that remembers whether its last write had FUA.
+struct LastWrite {
+    device: Arc<Ram>,
+    was_durable: AtomicBool,
+}
+
+impl Device for LastWrite {
+    fn geometry(&self) -> Geometry {
+        Geometry { volatile_cache: true, ..self.device.geometry() }
+    }
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        self.was_durable.store(request.flags.contains(Flags::FUA), Ordering::SeqCst);
+        self.device.try_io(request, buffer)
+    }
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        self.device.submit(request, buffer, done);
+    }
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        self.device.extents(offset, len, row)
+    }
+}
+
+/// Sets the byte of the configuration that switches write-back.
+fn set_writeback(client: &mut Client, on: u8) -> bool {
+    let part = ConfigPart { offset: 32, size: 1, flags: 0 };
+    client.ask(message::SET_CONFIG, &[part.as_bytes(), &[on]].concat(), &[])
+}
+
+#[test]
+fn driver_without_flush_writes_through() {
+    let device = Arc::new(LastWrite { device: ram(), was_durable: AtomicBool::new(false) });
+    let (_dir, export) = export(device.clone());
+    let all = feature::FLUSH | feature::CONFIG_WCE;
+    // The features a driver does without, the value it writes to the configuration, and whether its
+    // writes have to be durable.
+    for (without, writeback, durable) in [
+        (0, None, false),
+        (0, Some(0), true),
+        (0, Some(1), false),
+        (feature::FLUSH, None, true),
+        (feature::FLUSH, Some(1), true),
+        (all, Some(1), true),
+        (u64::MAX, None, true),
+    ] {
+        let mut client = Client::connect(&export);
+        assert_eq!(client.config().writeback, 1, "as for a driver that accepts FLUSH");
+        client.set_up(without);
+        if let Some(on) = writeback {
+            assert!(set_writeback(&mut client, on));
+        }
+        assert_eq!(client.request(request::OUT, 0, 512, false), (status::OK, 1));
+        let was_durable = device.was_durable.load(Ordering::SeqCst);
+        assert_eq!(was_durable, durable, "without {without:#x}, writeback {writeback:?}");
+        assert_eq!(client.config().writeback, u8::from(!durable));
+    }
+}
+
+#[test]
+fn reset_driver_that_accepts_nothing_writes_through() {
+    let device = Arc::new(LastWrite { device: ram(), was_durable: AtomicBool::new(false) });
+    let (_dir, export) = export(device.clone());
+    let mut client = Client::connect(&export);
+    client.set_up(0);
+    assert!(client.ask(message::RESET_DEVICE, &[], &[]));
+    assert!(client.ask(message::SET_FEATURES, &0_u64.to_ne_bytes(), &[]));
+    client.put(USED, &[0; 4]);
+    client.put(AVAIL, &[0; 4]);
+    (client.next, client.seen) = (0, 0);
+    client.start(0);
+    assert_eq!(client.request(request::OUT, 0, 512, false), (status::OK, 1));
+    assert!(device.was_durable.load(Ordering::SeqCst));
+}
