@@ -58,7 +58,8 @@ impl Access {
 /// Locks a file until it is closed, or [`unlock`]ed.
 ///
 /// # Errors
-/// [`Errno::WOULDBLOCK`]: it is in use, by another program or here. Then nothing is locked.
+/// [`Errno::WOULDBLOCK`]: it is in use, by another program or here; the system's. Then nothing is
+/// locked.
 pub fn lock(fd: BorrowedFd<'_>, access: Access) -> rustix::io::Result<()> {
     flock(
         fd,
@@ -69,14 +70,15 @@ pub fn lock(fd: BorrowedFd<'_>, access: Access) -> rustix::io::Result<()> {
     )?;
     match lock_bytes(fd, access) {
         Ok(()) => Ok(()),
-        Err(Errno::WOULDBLOCK) => {
-            unlock(fd);
-            Err(Errno::WOULDBLOCK)
-        }
-        Err(errno) => {
+        Err(errno @ (Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL)) => {
             // Not every file system has them, and Freestone can do without.
             tracing::warn!(%errno, "a file cannot be locked as qemu locks files, so qemu is not kept out");
             Ok(())
+        }
+        // In use, or nobody knows whether it is.
+        Err(errno) => {
+            unlock(fd);
+            Err(errno)
         }
     }
 }
@@ -183,4 +185,21 @@ impl Drop for Held {
 /// Whether this process has the file open, by whatever path.
 pub fn is_held(stat: &Stat) -> bool {
     HELD.lock().contains_key(&(stat.st_dev, stat.st_ino))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::AsFd as _;
+
+    use super::*;
+
+    #[test]
+    fn lock_that_fails_is_an_error_and_locks_nothing() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        // The kernel gives no shared lock on bytes to who cannot read.
+        let written = File::options().write(true).open(file.path()).unwrap();
+        assert_eq!(lock(written.as_fd(), Access::Write), Err(Errno::BADF));
+        assert_eq!(lock(file.as_file().as_fd(), Access::Write), Ok(()));
+    }
 }

@@ -23,13 +23,15 @@ use crate::file_locks::{self, Access};
 use crate::sync::{Instant, LazyLock, Mutex, thread};
 
 /// How the names begin that unfinished files have.
-const PREFIXES: [&str; 3] = [SAVE_PREFIX, DELTA_PREFIX, STATE_PREFIX];
+const PREFIXES: [&str; 4] = [SAVE_PREFIX, DELTA_PREFIX, STATE_PREFIX, NEW_PREFIX];
 /// Of saved devices.
 pub const SAVE_PREFIX: &str = ".freestone-save-";
 /// Of deltas.
 pub const DELTA_PREFIX: &str = ".freestone-delta-";
 /// Of states of zones.
 pub const STATE_PREFIX: &str = ".freestone-zones-";
+/// Of new images and logs of writes.
+pub const NEW_PREFIX: &str = ".freestone-new-";
 /// How all of them end.
 const SUFFIX: &str = ".tmp";
 /// Bytes of a file by which it is known.
@@ -78,6 +80,7 @@ impl Replace {
 }
 
 /// The place of a file that is to be replaced, or made.
+#[derive(Debug)]
 pub struct Place {
     /// Absolute, and no symbolic link.
     pub path: PathBuf,
@@ -158,9 +161,15 @@ impl Place {
         if file_locks::is_held(&stat) {
             return Err(io::Error::new(io::ErrorKind::ResourceBusy, "it is open in this server"));
         }
-        // Another error: a file system without locks.
-        if file_locks::lock(file.as_fd(), Access::Write) == Err(Errno::WOULDBLOCK) {
-            return Ok(Look::Locked);
+        match file_locks::lock(file.as_fd(), Access::Write) {
+            // A file system without locks.
+            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
+            Err(Errno::WOULDBLOCK) => return Ok(Look::Locked),
+            Err(errno) => {
+                let error = io::Error::from(errno);
+                let why = format!("cannot see whether the file there is in use: {error}");
+                return Err(io::Error::new(error.kind(), why));
+            }
         }
         let taken = |why: String| Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
         match may_go {
@@ -222,6 +231,23 @@ impl Place {
         Err(io::Error::new(io::ErrorKind::ResourceBusy, "others keep putting files there"))
     }
 
+    /// Gives a complete file its name, durably. The file returned is still open, and locked as it
+    /// was. If the name cannot be made durable it is removed again.
+    ///
+    /// # Errors
+    /// [`AlreadyExists`](io::ErrorKind::AlreadyExists): something lies there; the system's.
+    pub fn put_new(&self, unfinished: Unfinished) -> io::Result<File> {
+        let made = unfinished.made(self)?;
+        let Unfinished { file, name, .. } = unfinished;
+        file.sync_all()?;
+        match name {
+            None => link(&file, &self.path)?,
+            Some(name) => name.rename(&self.path, false).map_err(|(error, _)| error)?,
+        }
+        self.keep_name().inspect_err(|_| made.remove())?;
+        Ok(file)
+    }
+
     /// It is there: whoever wants to may open it.
     fn end(&self, file: File) -> io::Result<()> {
         // Closing would do, but a program that is just being started has the file until it runs.
@@ -241,6 +267,7 @@ fn no_file() -> io::Error {
 }
 
 /// A file that is not in its place.
+#[derive(Debug)]
 pub struct Unfinished {
     file: File,
     name: Option<Name>,
@@ -251,6 +278,34 @@ impl Unfinished {
     /// The file, without a name yet or with a temporary one.
     pub const fn as_file(&self) -> &File {
         &self.file
+    }
+
+    /// Returns the file as it will lie at `place`.
+    pub fn made(&self, place: &Place) -> io::Result<MadeFile> {
+        let stat = rustix::fs::fstat(&self.file)?;
+        Ok(MadeFile { path: place.path.clone(), inode: (stat.st_dev, stat.st_ino) })
+    }
+}
+
+/// A file that this process put at a path, to be removed if what needs it fails.
+#[derive(Debug, Clone)]
+pub struct MadeFile {
+    path: PathBuf,
+    /// File system and inode.
+    inode: (u64, u64),
+}
+
+impl MadeFile {
+    /// Removes the file, unless another one lies at its path.
+    pub fn remove(&self) {
+        let removed = match rustix::fs::lstat(&self.path) {
+            Ok(stat) if (stat.st_dev, stat.st_ino) == self.inode => fs::remove_file(&self.path),
+            Ok(_) | Err(Errno::NOENT) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        };
+        if let Err(error) = removed {
+            tracing::warn!(path = %self.path.display(), %error, "a new file that is not used cannot be removed");
+        }
     }
 }
 
@@ -281,6 +336,7 @@ struct Names {
 static NAMES: LazyLock<Mutex<Names>> = LazyLock::new(Mutex::default);
 
 /// The name of an unfinished file; the file goes with it.
+#[derive(Debug)]
 struct Name(Option<TempPath>);
 
 impl Name {
@@ -434,6 +490,35 @@ mod tests {
             assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
             assert_eq!(names(dir.path()), ["x"]);
             fs::remove_file(&path).unwrap();
+        }
+    }
+
+    #[test]
+    fn new_file_gets_its_name_complete_and_locked() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x");
+        for named in [false, true] {
+            let place = Place::new(&path).unwrap();
+            let begin = || if named { begin_named(&place) } else { place.begin(NEW_PREFIX).unwrap() };
+            let (first, second) = (begin(), begin());
+            first.as_file().write_all(b"first").unwrap();
+            assert!(!path.exists());
+            let made = first.made(&place).unwrap();
+            let kept = place.put_new(first).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), "first");
+            assert!(!nobody_has(&path), "no moment without a lock");
+            let refused = place.put_new(second).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::AlreadyExists);
+            assert_eq!(names(dir.path()), ["x"]);
+            drop(kept);
+            // Another file at the path is not removed.
+            fs::rename(&path, dir.path().join("y")).unwrap();
+            fs::write(&path, "another's").unwrap();
+            made.remove();
+            assert!(path.exists());
+            fs::rename(dir.path().join("y"), &path).unwrap();
+            made.remove();
+            assert!(!path.exists());
         }
     }
 
