@@ -15,7 +15,7 @@ use thiserror::Error;
 
 use freestone_core::device::{Geometry, IO_ALIGN_BYTES, IoBuf};
 use freestone_core::file_locks::{self, Access, Held};
-use freestone_core::replace::Place;
+use freestone_core::replace::{NEW_PREFIX, Place, Unfinished};
 use freestone_core::sync::thread;
 
 use super::backing::Backing;
@@ -156,13 +156,31 @@ pub(super) fn open(config: &Config, tail: Tail) -> Setup<Backing> {
 }
 
 fn open_once(config: &Config, tail: Tail) -> Setup<Backing> {
-    let mut created = false;
-    let opened = Opening::new(config, &mut created).and_then(|opening| opening.finish(tail));
-    if opened.is_err() && created {
-        // Ours, and of no use. If this fails too, the first error says more.
-        let _ = fs::remove_file(&config.path);
+    let mut unnamed = None;
+    let backing = Opening::new(config, &mut unnamed)?.finish(tail)?;
+    // Last, so that an opening that fails or is cut off leaves no file.
+    if let Some(New { place, file }) = unnamed {
+        place.put_new(file).map_err(|source| match source.kind() {
+            // Another one has just been made there.
+            io::ErrorKind::AlreadyExists => SetupError::InUse { path: config.path.clone() },
+            _ => SetupError::Call { path: config.path.clone(), what: "create", source },
+        })?;
     }
-    opened
+    Ok(backing)
+}
+
+/// A new file that has no name yet.
+struct New {
+    place: Place,
+    file: Unfinished,
+}
+
+impl New {
+    fn begin(path: &Path) -> io::Result<Self> {
+        let place = Place::new(path)?;
+        let file = place.begin(NEW_PREFIX)?;
+        Ok(Self { place, file })
+    }
 }
 
 struct Opening<'a> {
@@ -175,7 +193,7 @@ struct Opening<'a> {
 }
 
 impl<'a> Opening<'a> {
-    fn new(config: &'a Config, created: &mut bool) -> Setup<Self> {
+    fn new(config: &'a Config, unnamed: &mut Option<New>) -> Setup<Self> {
         let path = &config.path;
         let call = |what| move |errno: Errno| failed(path, what, errno);
         // Looked at before it is opened: opening a pipe would wait, opening a tape would wind it.
@@ -192,16 +210,22 @@ impl<'a> Opening<'a> {
         };
         let mut flags = OFlags::CLOEXEC | OFlags::NONBLOCK;
         flags |= if config.read_only { OFlags::RDONLY } else { OFlags::RDWR };
-        if found.is_none() {
-            flags |= OFlags::CREATE | OFlags::EXCL;
-        } else if is_block_device && !config.read_only {
+        if is_block_device && !config.read_only {
             // Without CREATE: fails where the device is mounted or held otherwise.
             flags |= OFlags::EXCL;
         }
-        let opened = if found.is_none() && config.nameless {
-            nameless(path)
-        } else {
-            rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)
+        let opened = match found {
+            Some(_) => rustix::fs::open(path, flags, Mode::empty()),
+            None if config.nameless => nameless(path),
+            None => {
+                let new = New::begin(path).and_then(|new| {
+                    let fd = new.file.as_file().try_clone()?;
+                    *unnamed = Some(new);
+                    Ok(fd.into())
+                });
+                let failed = |source| SetupError::Call { path: path.clone(), what: "create", source };
+                Ok(new.map_err(failed)?)
+            }
         };
         let fd = match opened {
             Ok(fd) => fd,
@@ -216,14 +240,7 @@ impl<'a> Opening<'a> {
         if let Some(size) = config.size
             && found.is_none()
         {
-            *created = !config.nameless;
             rustix::fs::ftruncate(&fd, size).map_err(call("set the size"))?;
-            if *created {
-                // No flush of the content makes its name durable.
-                let kept = Place::new(path).and_then(|place| place.keep_name());
-                let what = "sync its directory";
-                kept.map_err(|source| SetupError::Call { path: path.clone(), what, source })?;
-            }
         }
         // What was opened may not be what was looked at.
         let stat = rustix::fs::fstat(&fd).map_err(call("examine"))?;
@@ -233,8 +250,12 @@ impl<'a> Opening<'a> {
         }
         let held = Held::new(&stat);
         // Until the lock was there, a save may have put another file in its place.
-        if !config.nameless && !rustix::fs::stat(path).is_ok_and(|at| is_same(&at, &stat)) {
-            return Err(SetupError::InUse { path: path.clone() });
+        if found.is_some() {
+            match rustix::fs::stat(path) {
+                Ok(at) if is_same(&at, &stat) => {}
+                Ok(_) | Err(Errno::NOENT) => return Err(SetupError::InUse { path: path.clone() }),
+                Err(errno) => return Err(failed(path, "examine", errno)),
+            }
         }
         // Nonblocking was for the opening only: with it io_uring would answer EAGAIN. O_DIRECT
         // comes this late so that its refusal is not taken for another.
