@@ -4,10 +4,12 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::error::{Fault, SetupError};
+use super::error::{Damage, Fault, SetupError};
 use super::header::{self, Header};
 use super::source::Source;
 use super::table::Table;
+use freestone_core::device;
+use freestone_core::log_limit::LogLimit;
 use freestone_core::sync::Mutex;
 use freestone_core::work_queue::Task;
 
@@ -50,6 +52,8 @@ pub(super) struct Chain {
     /// Compressed clusters (layer, number) that are being unpacked, and how the requests go on that
     /// wait for the same one. Held for a few instructions; nothing else is locked meanwhile.
     pub unpacking: Mutex<HashMap<(usize, u64), Vec<Task>>>,
+    /// Of each layer, what is damaged or cannot be read.
+    lines: LogLimit<usize>,
 }
 
 type Setup<T> = Result<T, SetupError>;
@@ -90,7 +94,34 @@ impl Chain {
     }
 
     fn of(layers: Vec<Layer>) -> Arc<Self> {
-        Arc::new(Self { layers, unpacking: Mutex::default() })
+        Arc::new(Self { layers, unpacking: Mutex::default(), lines: LogLimit::default() })
+    }
+
+    /// Logs damage of a layer that byte `at` of the disk depends on, and returns the error for reads
+    /// of that byte.
+    pub fn damaged(&self, layer: usize, at: u64, damage: Damage) -> device::Error {
+        if let Some(held_back) = self.lines.line(layer) {
+            let file = self.layers[layer].source.path();
+            tracing::warn!(file = %file.display(), disk_byte = at, "the image is damaged: {damage}{held_back}");
+        }
+        device::Error::Media
+    }
+
+    /// Logs that `source`, a file of a layer, cannot be read at byte `host`, and returns the error.
+    pub fn unreadable(
+        &self,
+        layer: usize,
+        source: &Source,
+        host: u64,
+        error: device::Error,
+    ) -> device::Error {
+        if error == device::Error::Media
+            && let Some(held_back) = self.lines.line(layer)
+        {
+            let file = source.path();
+            tracing::warn!(file = %file.display(), byte = host, "the file cannot be read: {error}{held_back}");
+        }
+        error
     }
 
     /// Bytes of the disk.
@@ -128,8 +159,11 @@ impl Layer {
             None
         };
         let size = header.size;
-        let loaded = Table::load(header, &source)
-            .map_err(|error| SetupError::Read { path: path.to_owned(), error })?;
+        let loaded = Table::load(header, &source).map_err(|error| SetupError::Read {
+            path: path.to_owned(),
+            what: "L1 table",
+            error,
+        })?;
         let table = loaded.ok_or_else(|| {
             refuse(path, Fault::Corrupt("its L1 table lies behind the end of the file".to_owned()))
         })?;
@@ -152,7 +186,11 @@ fn read_header(source: &Source, path: &Path) -> Setup<Header> {
 /// The first bytes of a file, or all of it.
 fn head(source: &Source, len: usize, path: &Path) -> Setup<Vec<u8>> {
     let mut head = vec![0; source.len().min(len as u64) as usize];
-    source.read(0, &mut head).map_err(|error| SetupError::Read { path: path.to_owned(), error })?;
+    source.read(0, &mut head).map_err(|error| SetupError::Read {
+        path: path.to_owned(),
+        what: "header",
+        error,
+    })?;
     Ok(head)
 }
 

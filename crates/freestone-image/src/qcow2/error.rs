@@ -24,10 +24,12 @@ pub enum SetupError {
         fault: Fault,
     },
     /// The disk failed.
-    #[error("{}: cannot be read: {error}", path.display())]
+    #[error("{}: its {what} cannot be read: {error}", path.display())]
     Read {
         /// The file.
         path: PathBuf,
+        /// The part of it.
+        what: &'static str,
         /// What the disk answered.
         error: device::Error,
     },
@@ -48,11 +50,6 @@ pub enum Fault {
     /// Content that would need a key.
     #[error("is encrypted ({0}), which is not supported; decrypt it with qemu-img convert")]
     Encrypted(&'static str),
-    /// Entries with subclusters.
-    #[error(
-        "has extended L2 entries (subclusters), which are not supported; rewrite it with qemu-img convert"
-    )]
-    ExtendedL2,
     /// Features without which the image cannot be understood.
     #[error("needs features that are not supported: {0}")]
     Features(String),
@@ -69,7 +66,9 @@ pub enum Fault {
     #[error("holds a disk of {0} bytes, which is more than is supported")]
     TooLarge(u64),
     /// A name that is not that of a local file.
-    #[error("names {name:?} as its {what}; only paths of local files are supported")]
+    #[error(
+        "names {name:?} as its {what}; only paths of local files are supported, and absolute ones in json:"
+    )]
     Name {
         /// Backing file or data file.
         what: &'static str,
@@ -92,4 +91,21 @@ pub enum Fault {
         /// The name.
         name: String,
     },
+}
+
+/// A part of an image that cannot be what its writer meant. Reads of that part fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub(super) enum Damage {
+    #[error("L1 entry {index} is {entry:#x}, which is not the place of an L2 table")]
+    L1Entry { index: u64, entry: u64 },
+    #[error("the L2 table at byte {0} lies behind the end of the file")]
+    TableBehindEnd(u64),
+    #[error("L2 entry {0:#x} is not valid")]
+    L2Entry(u64),
+    #[error("L2 entry {entry:#x} with the subclusters {subclusters:#x} is not valid")]
+    Subclusters { entry: u64, subclusters: u64 },
+    #[error("the cluster at byte {0} lies in the header or behind the end of the file")]
+    Place(u64),
+    #[error("the compressed cluster cannot be unpacked")]
+    Compressed,
 }

@@ -18,14 +18,21 @@ use std::path::PathBuf;
 use zerocopy::byteorder::big_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use super::block_options::{self, Named};
 use super::error::Fault;
 
+/// What the name of a backing file is called in errors.
+const BACKING: &str = "backing file";
 pub(super) const MAGIC: u32 = 0x5146_49fb;
 /// Bytes of the header of version 2, and the least of version 3.
 const V2_BYTES: u32 = 72;
 pub(super) const V3_BYTES: u32 = 104;
 /// Cluster sizes that qemu has: 512 bytes to 2 MiB.
 const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
+/// Subclusters of a cluster, where L2 entries are extended.
+pub(super) const SUBCLUSTERS: u64 = 32;
+/// Smallest subcluster in bytes.
+const SECTOR_BYTES: u64 = 512;
 /// Longest name of a backing file in bytes.
 pub(super) const MAX_NAME_BYTES: u64 = 1023;
 /// Largest L1 table in bytes, as in qemu.
@@ -99,6 +106,8 @@ pub(super) struct Header {
     pub l1_entries: u64,
     pub l1_offset: u64,
     pub compression: Compression,
+    /// Bytes of an L2 entry: 8, or 16 with the subclusters' bits.
+    pub entry_bytes: u64,
     pub backing: Option<PathBuf>,
     pub backing_format: Option<String>,
     /// The image has a data file.
@@ -148,15 +157,18 @@ impl Header {
         if incompatible & !INCOMPATIBLE_KNOWN != 0 {
             return Err(Fault::Features(extensions.names(incompatible & !INCOMPATIBLE_KNOWN)));
         }
-        if incompatible & INCOMPATIBLE_EXTENDED_L2 != 0 {
-            return Err(Fault::ExtendedL2);
+        let subclusters = incompatible & INCOMPATIBLE_EXTENDED_L2 != 0;
+        if subclusters && cluster < SUBCLUSTERS * SECTOR_BYTES {
+            return Err(corrupt(format!("subclusters in clusters of {cluster} bytes")));
         }
         if raw.refcount_order.get() > 6 {
             return Err(corrupt(format!("refcounts of 2^{} bits", raw.refcount_order)));
         }
         let compression = compression(head, &raw)?;
-        let (size, l1_entries) = size(&raw, cluster)?;
+        let entry_bytes = if subclusters { 16 } else { 8 };
+        let (size, l1_entries) = size(&raw, cluster, entry_bytes)?;
         let has_data_file = incompatible & INCOMPATIBLE_DATA_FILE != 0;
+        let named = backing(head, &raw, cluster)?;
         Ok(Self {
             version: raw.version.get(),
             cluster_bits: raw.cluster_bits.get(),
@@ -164,8 +176,9 @@ impl Header {
             l1_entries,
             l1_offset: raw.l1_table_offset.get(),
             compression,
-            backing: backing(head, &raw, cluster)?,
-            backing_format: extensions.backing_format,
+            entry_bytes,
+            backing: named.as_ref().map(|named| named.path.clone()),
+            backing_format: named.and_then(|named| named.format).or(extensions.backing_format),
             has_data_file,
             data_file: extensions.data_file.filter(|_| has_data_file),
             is_corrupt: incompatible & INCOMPATIBLE_CORRUPT != 0,
@@ -174,6 +187,16 @@ impl Header {
 
     pub fn cluster_bytes(&self) -> u64 {
         1 << self.cluster_bits
+    }
+
+    /// Whether L2 entries describe subclusters.
+    pub const fn has_subclusters(&self) -> bool {
+        self.entry_bytes == 16
+    }
+
+    /// Bytes that an L2 entry describes as one: a cluster or a subcluster.
+    pub fn unit_bytes(&self) -> u64 {
+        if self.has_subclusters() { self.cluster_bytes() / SUBCLUSTERS } else { self.cluster_bytes() }
     }
 }
 
@@ -193,7 +216,7 @@ fn compression(head: &[u8], raw: &RawHeader) -> Result<Compression, Fault> {
 }
 
 /// The size of the disk in bytes, and how many L1 entries it takes.
-fn size(raw: &RawHeader, cluster: u64) -> Result<(u64, u64), Fault> {
+fn size(raw: &RawHeader, cluster: u64, entry_bytes: u64) -> Result<(u64, u64), Fault> {
     let said = raw.size.get();
     let size = said - said % 512;
     if size == 0 {
@@ -202,8 +225,8 @@ fn size(raw: &RawHeader, cluster: u64) -> Result<(u64, u64), Fault> {
     if said > MAX_DISK_BYTES {
         return Err(Fault::TooLarge(said));
     }
-    // An L2 table is one cluster of 8-byte entries. At most 2^21 * 2^18 bytes: no overflow.
-    let l1_entries = said.div_ceil(cluster * (cluster / 8));
+    // An L2 table is one cluster of entries. At most 2^21 * 2^18 bytes: no overflow.
+    let l1_entries = said.div_ceil(cluster * (cluster / entry_bytes));
     if l1_entries * 8 > MAX_L1_BYTES {
         return Err(Fault::TooLarge(said));
     }
@@ -217,7 +240,7 @@ fn size(raw: &RawHeader, cluster: u64) -> Result<(u64, u64), Fault> {
     Ok((size, l1_entries))
 }
 
-fn backing(head: &[u8], raw: &RawHeader, cluster: u64) -> Result<Option<PathBuf>, Fault> {
+fn backing(head: &[u8], raw: &RawHeader, cluster: u64) -> Result<Option<Named>, Fault> {
     let offset = raw.backing_file_offset.get();
     if offset == 0 {
         return Ok(None);
@@ -227,7 +250,12 @@ fn backing(head: &[u8], raw: &RawHeader, cluster: u64) -> Result<Option<PathBuf>
         .then(|| head.get(offset as usize..(offset + len) as usize))
         .flatten()
         .ok_or_else(|| corrupt(format!("the name of its backing file has {len} bytes from byte {offset}")))?;
-    name("backing file", found).map(Some)
+    match found.strip_prefix(b"json:") {
+        Some(options) => block_options::parse(options)
+            .map(Some)
+            .ok_or_else(|| Fault::Name { what: BACKING, name: String::from_utf8_lossy(found).into_owned() }),
+        None => Ok(Some(Named { path: name(BACKING, found)?, format: None })),
+    }
 }
 
 /// A name of a local file, with what qemu allows before it.

@@ -73,8 +73,17 @@ impl Job {
                     let chain = Arc::clone(&self.chain);
                     let buffer = mem::replace(&mut self.buffer, IoBuf::empty());
                     let done = self.done;
+                    let of = Arc::clone(&chain);
                     let end = Completion::new(move |outcome, buffer| {
-                        done.complete(outcome.map_err(super::source::plain), buffer);
+                        let outcome = outcome.map_err(|error| {
+                            of.unreadable(
+                                layer,
+                                of.layers[layer].clusters(),
+                                host,
+                                super::source::plain(error),
+                            )
+                        });
+                        done.complete(outcome, buffer);
                     });
                     return chain.layers[layer].clusters().start_plain(host, buffer, end);
                 }
@@ -112,21 +121,25 @@ impl Job {
         go_on: impl FnOnce(Self, &[u8]) + Send + 'static,
     ) {
         let chain = Arc::clone(&self.chain);
-        let of = &chain.layers[layer];
+        let this = Arc::clone(&chain);
+        let of = &this.layers[layer];
         let source = if clusters { of.clusters() } else { &of.source };
         source.start(host, len, move |blocks| {
             // The thread of the disk only hands on.
             THREADS.push(move || {
+                let of = &chain.layers[layer];
+                let source = if clusters { of.clusters() } else { &of.source };
                 let bytes = blocks.and_then(|blocks| {
                     let mut bytes = IoBuf::zeroed(len)?;
-                    let of = &self.chain.layers[layer];
-                    let source = if clusters { of.clusters() } else { &of.source };
                     source.gather(host, &blocks, &mut bytes);
                     Ok(bytes)
                 });
                 match bytes {
                     Ok(bytes) => go_on(self, &bytes),
-                    Err(error) => self.answer(Err(error)),
+                    Err(error) => {
+                        let error = chain.unreadable(layer, source, host, error);
+                        self.answer(Err(error));
+                    }
                 }
             });
         });

@@ -1,14 +1,15 @@
 //! qcow2 images: read-only bases ([`Image`]), and what a fork changed as an overlay ([`delta`]).
 //!
-//! Versions 2 and 3 are read: deflate and zstd compressed clusters, zero clusters, chains of
-//! backing files (raw or qcow2, at most 64 files), external data files, images on block devices.
-//! Internal snapshots and bitmaps are passed over. Refused, each with its name: encryption,
-//! extended L2 entries, incompatible features that are not known. As in qemu, an image that is
+//! Versions 2 and 3 are read: deflate and zstd compressed clusters, zero clusters, subclusters
+//! (extended L2 entries), chains of backing files (raw or qcow2, at most 64 files), external data
+//! files, images on block devices. Internal snapshots and bitmaps are passed over. Refused, each
+//! with its name: encryption, incompatible features that are not known. As in qemu, an image that is
 //! marked dirty or corrupt can be read; its refcounts are not looked at.
 //!
 //! **Corrupt images** never panic and cost no more memory than sound ones. An entry that cannot be
 //! (not aligned, behind the end of the file, no whole cluster when unpacked) answers
-//! [`Error::Media`] where it is read, and nowhere else. A file that ends within its last cluster is
+//! [`Error::Media`] where it is read, and nowhere else; the log names the file of the chain and
+//! what is wrong, once a minute for each file. A file that ends within its last cluster is
 //! followed by zeroes, as in qemu; one whose clusters lie behind its end was cut off, and there
 //! qemu's zeroes would hide it.
 //!
@@ -28,6 +29,7 @@
 //! that exclude each other in one program; so neither "what needs no waiting, inline" nor "no
 //! thread per waiting request" could be kept. Decompression is flate2's and zstd's.
 
+mod block_options;
 mod cache;
 mod chain;
 pub mod delta;

@@ -4,8 +4,10 @@ use std::sync::Arc;
 
 use freestone_core::device::{Error, Result};
 
-use super::chain::{Chain, Layer};
+use super::chain::Chain;
+use super::error::Damage;
 use super::inflate::inflate;
+use super::source::Source;
 use super::table::{Entry, SliceAt};
 
 /// How far a range has been read, and what was found out on the way. What had to be waited for is
@@ -78,7 +80,9 @@ impl Chain {
             let Some(table) = &layer.table else {
                 return Ok(Found::Data { layer: cursor.layer, host: cursor.at });
             };
-            let (slice, until) = table.slice_at(cursor.at)?;
+            let (at, number) = (cursor.at, cursor.layer);
+            let damaged = |damage| self.damaged(number, at, damage);
+            let (slice, until) = table.slice_at(at).map_err(damaged)?;
             cursor.run = cursor.run.min(until - cursor.at);
             let Some(slice) = slice else {
                 cursor.layer += 1;
@@ -86,12 +90,12 @@ impl Chain {
             };
             let entries = match &cursor.slice {
                 Some((of, held, entries)) if (*of, *held) == (cursor.layer, slice) => Arc::clone(entries),
-                _ => match Self::slice(layer, slice)? {
+                _ => match self.slice(number, at, slice)? {
                     Some(entries) => entries,
                     None => return Ok(Found::Need(Need::Slice { layer: cursor.layer, slice })),
                 },
             };
-            let (entry, run) = table.entry(&entries, cursor.at, cursor.run)?;
+            let (entry, run) = table.entry(&entries, at, cursor.run).map_err(damaged)?;
             cursor.slice = Some((cursor.layer, slice, entries));
             cursor.run = run;
             return Ok(match entry {
@@ -107,7 +111,7 @@ impl Chain {
                         let cluster = table.header.cluster_bytes();
                         let end = layer.source.len().next_multiple_of(cluster);
                         let there = end.checked_sub(host).filter(|&there| there > 0 && host >= cluster);
-                        cursor.run = cursor.run.min(there.ok_or(Error::Media)?);
+                        cursor.run = cursor.run.min(there.ok_or_else(|| damaged(Damage::Place(host)))?);
                     }
                     Found::Data { layer: cursor.layer, host }
                 }
@@ -116,7 +120,7 @@ impl Chain {
                     // place of what it does not have might be unpacked into something.
                     let len = len.min(layer.source.len().saturating_sub(host));
                     if len == 0 {
-                        return Err(Error::Media);
+                        return Err(damaged(Damage::Place(host)));
                     }
                     let number = cursor.at / table.header.cluster_bytes();
                     Found::Cluster { layer: cursor.layer, number, host, len }
@@ -127,16 +131,18 @@ impl Chain {
     }
 
     /// Entries that are kept, or can be read without waiting.
-    fn slice(layer: &Layer, slice: SliceAt) -> Result<Option<Arc<[u64]>>> {
+    fn slice(&self, number: usize, at: u64, slice: SliceAt) -> Result<Option<Arc<[u64]>>> {
+        let layer = &self.layers[number];
         let Some(table) = &layer.table else { return Err(Error::Media) };
         if let Some(entries) = table.kept(slice) {
             return Ok(Some(entries));
         }
         let mut bytes = vec![0; table.slice_bytes()];
         if slice.host + bytes.len() as u64 > layer.source.len() {
-            return Err(Error::Media);
+            return Err(self.damaged(number, at, Damage::TableBehindEnd(slice.host)));
         }
-        let found = layer.source.try_read(slice.host, &mut bytes)?;
+        let read = layer.source.try_read(slice.host, &mut bytes);
+        let found = read.map_err(|error| self.unreadable(number, &layer.source, slice.host, error))?;
         Ok((found == bytes.len()).then(|| table.keep(slice, &bytes)))
     }
 
@@ -154,7 +160,9 @@ impl Chain {
                     cursor.run
                 }
                 Found::Data { layer, host } => {
-                    match self.layers[layer].clusters().try_read(host, part)? as u64 {
+                    let source = self.layers[layer].clusters();
+                    let read = source.try_read(host, part);
+                    match read.map_err(|error| self.unreadable(layer, source, host, error))? as u64 {
                         0 => return Ok(Some(Need::Data { layer, host, len: cursor.run })),
                         done => done,
                     }
@@ -193,11 +201,18 @@ impl Chain {
     pub fn take_cluster(&self, cursor: &mut Cursor, layer: usize, number: u64, packed: &[u8]) -> Result<()> {
         let Some(table) = &self.layers[layer].table else { return Err(Error::Media) };
         let mut cluster = vec![0; table.header.cluster_bytes() as usize];
-        inflate(table.header.compression, packed, &mut cluster)?;
+        inflate(table.header.compression, packed, &mut cluster).map_err(|error| match error {
+            Error::Media => self.damaged(layer, number * table.header.cluster_bytes(), Damage::Compressed),
+            other => other,
+        })?;
         let cluster: Arc<[u8]> = cluster.into();
         table.unpacked.put(number, Arc::clone(&cluster));
         cursor.cluster = Some((layer, number, cluster));
         Ok(())
+    }
+
+    fn read_waiting(&self, layer: usize, source: &Source, host: u64, out: &mut [u8]) -> Result<()> {
+        source.read(host, out).map_err(|error| self.unreadable(layer, source, host, error))
     }
 
     /// Reads what is needed, and waits for it. `out` as in [`advance`](Self::advance).
@@ -206,18 +221,18 @@ impl Chain {
             Need::Slice { layer, slice } => {
                 let Some(table) = &self.layers[layer].table else { return Err(Error::Media) };
                 let mut bytes = vec![0; table.slice_bytes()];
-                self.layers[layer].source.read(slice.host, &mut bytes)?;
+                self.read_waiting(layer, &self.layers[layer].source, slice.host, &mut bytes)?;
                 self.take_slice(cursor, layer, slice, &bytes);
             }
             Need::Data { layer, host, len } => {
                 let from = (cursor.at - base) as usize;
                 let Some(part) = out.get_mut(from..from + len as usize) else { return Err(Error::Media) };
-                self.layers[layer].clusters().read(host, part)?;
+                self.read_waiting(layer, self.layers[layer].clusters(), host, part)?;
                 cursor.pass(len);
             }
             Need::Cluster { layer, number, host, len } => {
                 let mut packed = vec![0; len as usize];
-                self.layers[layer].source.read(host, &mut packed)?;
+                self.read_waiting(layer, &self.layers[layer].source, host, &mut packed)?;
                 self.take_cluster(cursor, layer, number, &packed)?;
             }
         }

@@ -3,10 +3,11 @@
 
 use std::sync::Arc;
 
-use freestone_core::device::{Error, Result};
+use freestone_core::device;
 
 use super::cache::Cache;
-use super::header::Header;
+use super::error::Damage;
+use super::header::{Header, SUBCLUSTERS};
 use super::source::Source;
 
 /// Entries of one slice of an L2 table, what is read and kept at once (or a whole table where
@@ -57,7 +58,7 @@ pub(super) struct SliceAt {
 
 impl Table {
     /// Reads the L1 table. Waits for the disk.
-    pub fn load(header: Header, source: &Source) -> Result<Option<Self>> {
+    pub fn load(header: Header, source: &Source) -> device::Result<Option<Self>> {
         let len = header.l1_entries * 8;
         // Before anything is allocated for it.
         if header.l1_offset + len > source.len() {
@@ -67,7 +68,7 @@ impl Table {
         source.read(header.l1_offset, &mut bytes)?;
         let cluster = header.cluster_bytes();
         let slice_bytes = SLICE_BYTES.min(cluster);
-        let slices = header.size.div_ceil(slice_bytes / 8 * cluster);
+        let slices = header.size.div_ceil(slice_bytes / header.entry_bytes * cluster);
         let clusters = header.size.div_ceil(cluster);
         Ok(Some(Self {
             l1: numbers(&bytes).into(),
@@ -80,20 +81,26 @@ impl Table {
 
     /// The slice with the entry of byte `at`; `None` where there is no table, with the first byte
     /// that another table is for.
-    pub fn slice_at(&self, at: u64) -> Result<(Option<SliceAt>, u64)> {
+    pub fn slice_at(&self, at: u64) -> Result<(Option<SliceAt>, u64), Damage> {
         let cluster = self.header.cluster_bytes();
-        let covered = self.slice_bytes / 8 * cluster;
+        let covered = self.slice_covers();
         let (number, per_table) = (at / covered, cluster / self.slice_bytes);
-        let Some(&entry) = self.l1.get((number / per_table) as usize) else { return Err(Error::Media) };
+        let index = number / per_table;
+        let entry = self.l1.get(index as usize).copied().unwrap_or_default();
         let host = entry & L1_OFFSET;
         if host == 0 {
-            return Ok((None, (number / per_table + 1) * per_table * covered));
+            return Ok((None, (index + 1) * per_table * covered));
         }
         if !host.is_multiple_of(cluster) {
-            return Err(Error::Media);
+            return Err(Damage::L1Entry { index, entry });
         }
         let host = host + number % per_table * self.slice_bytes;
         Ok((Some(SliceAt { number, host }), (number + 1) * covered))
+    }
+
+    /// Bytes of the disk that a slice describes.
+    fn slice_covers(&self) -> u64 {
+        self.slice_bytes / self.header.entry_bytes * self.header.cluster_bytes()
     }
 
     /// First bytes of the L2 tables.
@@ -119,21 +126,18 @@ impl Table {
 
     /// What lies at byte `at`, and for how many bytes from there the same goes on: at most `most`,
     /// within this slice.
-    pub fn entry(&self, slice: &[u64], at: u64, most: u64) -> Result<(Entry, u64)> {
-        let cluster = self.header.cluster_bytes();
-        let within = at % cluster;
-        let mut index = (at / cluster % (self.slice_bytes / 8)) as usize;
-        let decode = |index: usize, at: u64| match slice.get(index) {
-            Some(&entry) => self.decode(entry, at),
-            None => Err(Error::Media),
-        };
-        let first = decode(index, at - within)?;
-        let mut len = cluster - within;
-        if !matches!(first, Entry::Compressed { .. }) {
-            while len < most && index + 1 < slice.len() {
-                index += 1;
-                // An error of the next cluster is that cluster's.
-                let Ok(next) = decode(index, at + len) else { break };
+    pub fn entry(&self, slice: &[u64], at: u64, most: u64) -> Result<(Entry, u64), Damage> {
+        let (cluster, unit) = (self.header.cluster_bytes(), self.header.unit_bytes());
+        let within = at % unit;
+        let first = self.decode(slice, at - within)?;
+        let mut len = unit - within;
+        if let Entry::Compressed { .. } = first {
+            len = cluster - at % cluster;
+        } else {
+            let end = (at / self.slice_covers() + 1) * self.slice_covers();
+            while len < most && at + len < end {
+                // An error of the next one is that one's.
+                let Ok(next) = self.decode(slice, at + len) else { break };
                 let expected = match first {
                     Entry::Data { host } => Entry::Data { host: host + within + len },
                     other => other,
@@ -141,7 +145,7 @@ impl Table {
                 if next != expected {
                     break;
                 }
-                len += cluster;
+                len += unit;
             }
         }
         let first = match first {
@@ -151,13 +155,20 @@ impl Table {
         Ok((first, len.min(most)))
     }
 
-    /// What an entry says of the cluster that begins at byte `at` of the disk.
-    fn decode(&self, entry: u64, at: u64) -> Result<Entry> {
+    /// What a slice says of the cluster or subcluster that begins at byte `at` of the disk.
+    fn decode(&self, slice: &[u64], at: u64) -> Result<Entry, Damage> {
         let header = &self.header;
+        let cluster = header.cluster_bytes();
+        let words = (header.entry_bytes / 8) as usize;
+        let index = (at % self.slice_covers() / cluster) as usize * words;
+        let Some(&[entry, ref rest @ ..]) = slice.get(index..index + words) else {
+            return Err(Damage::L2Entry(0));
+        };
+        let bad = Damage::L2Entry(entry);
         let bits = header.cluster_bits;
         if entry & COMPRESSED != 0 {
             if header.has_data_file {
-                return Err(Error::Media);
+                return Err(bad);
             }
             let shift = 62 - (bits - 8);
             let host = entry & ((1 << shift) - 1);
@@ -165,17 +176,33 @@ impl Table {
             return Ok(Entry::Compressed { host, len: (sectors + 1) * 512 - host % 512 });
         }
         let host = entry & L2_OFFSET;
-        if entry & ZERO != 0 {
-            // Version 2 had none: a reader of then would have taken it for something else.
-            return if header.version < 3 { Err(Error::Media) } else { Ok(Entry::Zero { kept: host != 0 }) };
+        let has_place = host != 0 || (header.has_data_file && entry & COPIED != 0);
+        let (start, within) = (at - at % cluster, at % cluster);
+        if has_place
+            && entry & ZERO == 0
+            && (!host.is_multiple_of(cluster) || (header.has_data_file && host != start))
+        {
+            return Err(bad);
         }
-        if host == 0 && !(header.has_data_file && entry & COPIED != 0) {
-            return Ok(Entry::Absent);
+        let Some(&subclusters) = rest.first() else {
+            return match entry & ZERO {
+                0 if has_place => Ok(Entry::Data { host: host + within }),
+                0 => Ok(Entry::Absent),
+                // Version 2 had none: a reader of then would have taken it for something else.
+                _ if header.version < 3 => Err(bad),
+                _ => Ok(Entry::Zero { kept: host != 0 }),
+            };
+        };
+        let number = within / header.unit_bytes();
+        let is = |bit: u64| subclusters >> bit & 1 == 1;
+        match (is(number), is(number + SUBCLUSTERS)) {
+            // Extended entries have no bit for a whole cluster of zeroes.
+            _ if entry & ZERO != 0 => Err(bad),
+            (true, false) if has_place => Ok(Entry::Data { host: host + within }),
+            (true, _) => Err(Damage::Subclusters { entry, subclusters }),
+            (false, true) => Ok(Entry::Zero { kept: has_place }),
+            (false, false) => Ok(Entry::Absent),
         }
-        if !host.is_multiple_of(header.cluster_bytes()) || (header.has_data_file && host != at) {
-            return Err(Error::Media);
-        }
-        Ok(Entry::Data { host })
     }
 }
 

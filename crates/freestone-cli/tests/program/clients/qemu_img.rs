@@ -1,9 +1,12 @@
 //! qemu-img: convert in both directions, compare, map.
 
+use std::fs;
+
 use serde_json::Value;
 
 use crate::clients::tools::{KIB, MIB, allocated, fails, json, ok, sha256, stat, tool, uri};
 use crate::clients::tree::{check, ext4_image};
+use crate::drives::raw::Raw;
 use crate::harness::Serve;
 
 #[test]
@@ -70,4 +73,29 @@ fn map_agrees_with_what_was_written() {
         (32 * MIB + 4 * KIB, 32 * MIB - 4 * KIB, false, true),
     ];
     assert_eq!(extents, expected);
+}
+
+/// One line names the file of the chain and what is wrong.
+#[test]
+fn damage_of_an_image_is_logged_with_its_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path();
+    fs::write(at.join("raw"), vec![7; 1 << 20]).unwrap();
+    ok(tool("qemu-img").args(["convert", "-f", "raw", "-O", "qcow2", "raw", "base.qcow2"]).current_dir(at));
+    let over = ["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", "top.qcow2"];
+    ok(tool("qemu-img").args(over).current_dir(at));
+    let base = fs::File::options().write(true).open(at.join("base.qcow2")).unwrap();
+    base.set_len(base.metadata().unwrap().len() - 512 * KIB).unwrap();
+    let serve = Serve::logged_in(dir, &["q=qcow2,path=top.qcow2", "--nbd=unix:nbd", "--control", "control"]);
+    let mut client = Raw::connect(&serve, "q");
+    assert_eq!(client.read(0, 512).unwrap(), [7; 512]);
+    for page in 0..8 {
+        client.read(MIB - 4096 * (page + 1), 4096).unwrap_err();
+    }
+    let log = fs::read_to_string(serve.path("log")).unwrap();
+    let lines: Vec<_> = log.lines().filter(|line| line.contains("the image is damaged: ")).collect();
+    assert_eq!(lines.len(), 1, "{log}");
+    let names = format!("file={}", serve.path("base.qcow2").display());
+    let what = "lies in the header or behind the end of the file";
+    assert!(lines[0].contains(&names) && lines[0].contains(what), "{log}");
 }

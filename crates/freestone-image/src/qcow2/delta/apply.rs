@@ -110,11 +110,10 @@ fn check_device(from: &Path, to: &dyn Device, table: &Table, size: u64) -> Resul
         let reason = format!("it has {size} bytes, the device {}", geometry.size);
         return Err(foreign(from, reason));
     }
-    let (block, cluster) = (u64::from(geometry.logical_block), table.header.cluster_bytes());
-    if !size.is_multiple_of(block) || !cluster.is_multiple_of(block) {
-        let reason = format!(
-            "its {size} bytes in clusters of {cluster} do not fit the device's blocks of {block} bytes"
-        );
+    let (block, unit) = (u64::from(geometry.logical_block), table.header.unit_bytes());
+    if !size.is_multiple_of(block) || !unit.is_multiple_of(block) {
+        let reason =
+            format!("its {size} bytes in clusters of {unit} do not fit the device's blocks of {block} bytes");
         return Err(foreign(from, reason));
     }
     Ok(())
@@ -156,6 +155,8 @@ fn check_clusters(
     }
     let mut all = Applied::default();
     let mut cursor = Cursor::new(0, layer.size);
+    // Numbers of the last cluster with data, on the disk and in the file.
+    let mut last = None;
     while cursor.at < cursor.end {
         let at = cursor.at;
         go_on()?;
@@ -168,7 +169,12 @@ fn check_clusters(
                 // Whole clusters, also where the disk ends within one: but for the last, as in
                 // qemu.
                 let end = (host + run).next_multiple_of(cluster);
-                if host + run > layer.source.len() || !seen.add(host, end) {
+                // Of a cluster that is described by parts, some were added with the part before.
+                let cluster_of = |at: u64, host: u64| (at / cluster, host / cluster);
+                let continues = last == Some(cluster_of(at, host)) && !at.is_multiple_of(cluster);
+                let start = if continues { host.next_multiple_of(cluster) } else { host };
+                last = Some(cluster_of(at + run - 1, host + run - 1));
+                if host + run > layer.source.len() || !seen.add(start, end) {
                     let what = format!("the data for byte {at} is cut off or has two places");
                     return Err(damaged(from, what));
                 }

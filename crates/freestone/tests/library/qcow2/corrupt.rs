@@ -66,7 +66,9 @@ fn images(dir: &Dir) -> Vec<String> {
     }
     dir.img("create -q -f qcow2 -b 1.qcow2 -F qcow2 over.qcow2");
     dir.io("over.qcow2", &["write -P 3 20k 60k", "write -z 120k 30k"]);
-    names.push("over.qcow2".to_owned());
+    dir.img("create -q -f qcow2 -o extended_l2=on,cluster_size=16k -b 1.qcow2 -F qcow2 parts.qcow2");
+    dir.io("parts.qcow2", &["write -P 3 1k 30k", "write -z 33k 3k"]);
+    names.extend(["over.qcow2".to_owned(), "parts.qcow2".to_owned()]);
     names
 }
 

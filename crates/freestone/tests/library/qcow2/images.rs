@@ -61,9 +61,50 @@ fn every_kind_reads_back() {
     }
 }
 
+/// Subclusters: of each cluster some parts are data, some zeroes, some the backing file's.
+#[test]
+fn extended_l2_images_read_back() {
+    let expected = content(KIND_SIZE, 5);
+    for dir in Dir::both() {
+        fs::write(dir.path("raw"), &expected).unwrap();
+        for kind in ["cluster_size=16k", "cluster_size=64k", "cluster_size=2M"] {
+            let create = format!("create -q -f qcow2 -o extended_l2=on,{kind} -b raw -F raw over.qcow2");
+            dir.img(&create);
+            dir.io(
+                "over.qcow2",
+                &[
+                    "write -P 3 512 512",
+                    "write -P 4 20k 2k",
+                    "write -z 24k 8k",
+                    "write -P 5 100k 300k",
+                    "write -z 150k 70k",
+                    "discard 1M 192k",
+                    "write -P 6 1100k 1k",
+                    "write -P 7 2M 17k",
+                ],
+            );
+            let shown = dir.raw("over.qcow2");
+            assert!(shown != expected);
+            same(&dir.open("over.qcow2"), &shown, kind);
+            dir.chill();
+            same(&dir.open("over.qcow2"), &shown, kind);
+            let options = format!("-o extended_l2=on,{kind}");
+            for (name, how) in [("whole.qcow2", options.clone()), ("packed.qcow2", format!("-c {options}"))] {
+                dir.img(&format!("convert -f raw -O qcow2 {how} raw {name}"));
+                same(&dir.open(name), &expected, &how);
+            }
+        }
+        let options = "extended_l2=on,data_file=clusters,data_file_raw=off";
+        dir.img(&format!("convert -f raw -O qcow2 -o {options} raw apart.qcow2"));
+        dir.io("apart.qcow2", &["write -z 24k 8k", "write -P 9 26k 2k"]);
+        let shown = dir.raw("apart.qcow2");
+        same(&dir.open("apart.qcow2"), &shown, options);
+    }
+}
+
 #[test]
 fn the_contract_is_kept() {
-    let kinds = ["-o compat=0.10", "-c", "-c -o compression_type=zstd,cluster_size=4k"];
+    let kinds = ["-o compat=0.10", "-c", "-c -o compression_type=zstd,cluster_size=4k", "-o extended_l2=on"];
     for dir in Dir::both() {
         fs::write(dir.path("raw"), content(SIZE, 2)).unwrap();
         for (i, kind) in kinds.iter().enumerate() {

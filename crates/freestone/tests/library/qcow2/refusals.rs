@@ -35,8 +35,9 @@ fn changed(dir: &Dir, of: &str, changes: &[(usize, &[u8])]) -> PathBuf {
 fn what_is_not_supported_has_a_name() {
     let dir = Dir::new();
     dir.img("create -f qcow2 image 10M");
-    dir.img("create -f qcow2 -o extended_l2=on subclusters 10M");
-    assert_eq!(fault(dir.path("subclusters")), Fault::ExtendedL2);
+    dir.img("create -f qcow2 -o extended_l2=on,cluster_size=16k subclusters 1M");
+    let small = changed(&dir, "subclusters", &[(23, &[13])]);
+    assert!(matches!(fault(small), Fault::Corrupt(_)), "subclusters of less than a sector");
     assert_eq!(fault(changed(&dir, "image", &[(35, &[2])])), Fault::Encrypted("LUKS"));
     // qemu-img measures the machine for seconds before it encrypts.
     if effort(false, true) {
@@ -87,7 +88,8 @@ fn names_that_are_no_local_files() {
         dir.run("qemu-img", &["create", "-q", "-u", "-f", "qcow2", "-b", name, "-F", format, "image", "1M"]);
         dir.path("image")
     };
-    for name in ["nbd://localhost:1/x", "json:{\"driver\":\"file\"}", "ssh://host/file", "base:1"] {
+    let relative = r#"json:{"driver":"raw","file":{"driver":"file","filename":"base"}}"#;
+    for name in ["nbd://localhost:1/x", "json:{\"driver\":\"file\"}", relative, "ssh://host/file", "base:1"] {
         let path = over(name, "raw");
         assert_eq!(fault(path), Fault::Name { what: "backing file", name: name.to_owned() });
     }
@@ -100,6 +102,16 @@ fn names_that_are_no_local_files() {
         fs::write(dir.path(file), &content).unwrap();
         over(name, "raw");
         same(&dir.open("image"), &content, name);
+    }
+    // As libvirt and oVirt name files. The name's own format counts.
+    let path = dir.path("a:b").display().to_string();
+    for name in [
+        format!(r#"json:{{"driver":"raw","file":{{"driver":"file","filename":"{path}"}}}}"#),
+        format!(r#"json:{{"file.driver":"file","file.filename":"{path}","driver":"raw"}}"#),
+        format!(r#"json:{{"driver":"file","filename":"{path}"}}"#),
+    ] {
+        over(&name, "qcow2");
+        same(&dir.open("image"), &content, &name);
     }
 }
 

@@ -1,0 +1,132 @@
+//! Block device options in JSON, which qemu takes as the name of a backing file after `json:`.
+//! libvirt and oVirt write them. Only local files are read: a format driver (`raw`, `qcow2`) over a
+//! protocol driver (`file`, `host_device`), nested or with dotted keys. Options that change what is
+//! read, as `offset` of `raw`, are not known and make the name invalid.
+
+use std::path::PathBuf;
+
+use serde_json::{Map, Value};
+
+/// Keys that do not change what is read.
+const HARMLESS: [&str; 9] = [
+    "aio",
+    "auto-read-only",
+    "cache",
+    "detect-zeroes",
+    "discard",
+    "drop-cache",
+    "locking",
+    "node-name",
+    "read-only",
+];
+
+/// A backing file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Named {
+    pub path: PathBuf,
+    /// Its format, where the name says.
+    pub format: Option<String>,
+}
+
+/// Reads options. `None` for anything but an absolute path of a local file: qemu takes a relative
+/// one from its working directory.
+pub(super) fn parse(text: &[u8]) -> Option<Named> {
+    let end = text.iter().position(|&byte| byte == 0).unwrap_or(text.len());
+    let mut options = nested(serde_json::from_slice(&text[..end]).ok()?)?;
+    let driver = take_text(&mut options, "driver")?;
+    let (file, format) = match options.remove("file") {
+        Some(Value::Object(mut file)) => {
+            let protocol = take_text(&mut file, "driver")?;
+            is_protocol(protocol.as_deref().unwrap_or("file")).then_some(())?;
+            is_harmless(&options).then_some(())?;
+            (file, driver)
+        }
+        // Without a format driver the file is read as it is.
+        None => {
+            is_protocol(driver.as_deref()?).then_some(())?;
+            (options, Some("raw".to_owned()))
+        }
+        // The name of a node of some other process.
+        Some(_) => return None,
+    };
+    let mut file = file;
+    let path = PathBuf::from(take_text(&mut file, "filename")??);
+    (path.is_absolute() && is_harmless(&file)).then_some(Named { path, format })
+}
+
+/// Makes objects of dotted keys: `file.driver` is `driver` of `file`. Only one level is used.
+fn nested(options: Map<String, Value>) -> Option<Map<String, Value>> {
+    let mut nested = Map::new();
+    for (key, value) in options {
+        let (object, key) = match key.split_once('.') {
+            Some((of, key)) => match nested.entry(of).or_insert_with(|| Value::Object(Map::new())) {
+                Value::Object(object) => (object, key.to_owned()),
+                _ => return None,
+            },
+            None => (&mut nested, key),
+        };
+        match (object.get_mut(&key), value) {
+            (Some(Value::Object(before)), Value::Object(more)) => before.extend(more),
+            (Some(_), _) => return None,
+            (None, value) => drop(object.insert(key, value)),
+        }
+    }
+    Some(nested)
+}
+
+/// Takes a text out of options: `Some(None)` if it is missing, `None` if it is no text.
+fn take_text(options: &mut Map<String, Value>, key: &str) -> Option<Option<String>> {
+    match options.remove(key) {
+        Some(Value::String(text)) => Some(Some(text)),
+        Some(_) => None,
+        None => Some(None),
+    }
+}
+
+fn is_protocol(driver: &str) -> bool {
+    matches!(driver, "file" | "host_device")
+}
+
+fn is_harmless(options: &Map<String, Value>) -> bool {
+    options.keys().all(|key| HARMLESS.contains(&key.as_str()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_backing_names_are_local_files_or_refused() {
+        let parse = |text: &str| parse(text.as_bytes()).map(|named| (named.path, named.format));
+        let base = |format: Option<&str>| Some((PathBuf::from("/b"), format.map(str::to_owned)));
+        let nested = r#"{"driver":"qcow2","file":{"driver":"file","filename":"/b"}}"#;
+        assert_eq!(parse(nested), base(Some("qcow2")));
+        assert_eq!(parse(&format!("{nested}\0\0")), base(Some("qcow2")), "padding");
+        for (text, format) in [
+            (r#"{"file.filename":"/b","driver":"raw","file.driver":"host_device"}"#, Some("raw")),
+            (r#"{"file":{"filename":"/b"}}"#, None),
+            (r#"{"driver":"file","filename":"/b","read-only":true}"#, Some("raw")),
+            (r#"{"driver":"qcow2","node-name":"n","file":{"filename":"/b","locking":"off"}}"#, Some("qcow2")),
+            (r#"{"driver":"qcow2","file":{"filename":"/b"},"file.driver":"file"}"#, Some("qcow2")),
+        ] {
+            assert_eq!(parse(text), base(format), "{text}");
+        }
+        for bad in [
+            r#"{"driver":"qcow2","file":{"driver":"file","filename":"b"}}"#,
+            r#"{"driver":"nbd","host":"h"}"#,
+            r#"{"driver":"qcow2","file":{"driver":"https","url":"https://h/b"}}"#,
+            r#"{"driver":"raw","offset":512,"file":{"filename":"/b"}}"#,
+            r#"{"driver":"qcow2","backing":null,"file":{"filename":"/b"}}"#,
+            r#"{"driver":"qcow2","file":"node"}"#,
+            r#"{"driver":"qcow2","file":{"filename":3}}"#,
+            r#"{"driver":"qcow2","filename":"/b"}"#,
+            r#"{"file.filename":"/b","file":3}"#,
+            r#"{"filename":"/b"}"#,
+            "[]",
+            "{",
+            "",
+        ] {
+            assert_eq!(parse(bad), None, "{bad}");
+        }
+    }
+}
