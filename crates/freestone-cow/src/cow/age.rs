@@ -124,7 +124,9 @@ mod tests {
             None
         }
         fn merge_begins(&self, _: u64, _: &str) {}
-        fn merge_ended(&self) {}
+        fn merge_ended(&self) -> bool {
+            true
+        }
         fn left(&self) -> Option<Left> {
             self.0
         }

@@ -163,6 +163,10 @@ pub enum SetupError {
          bytes 16 to 47"
     )]
     Mark,
+    /// The note beside the origin's data that names a merge of this store, which is complete, cannot
+    /// be removed.
+    #[error("the merge of its store is complete, but the origin's note of it cannot be removed; see the log")]
+    NoteStays,
     /// By the note beside the origin's data another store is being merged into it.
     #[error("is being merged, but what is under way in the origin is the merge of another store")]
     OtherMerge,

@@ -244,8 +244,8 @@ impl Snap {
         if self.store.merge_id().is_none() {
             return;
         }
-        if let Some(notes) = &self.core.notes {
-            notes.merge_ended();
+        if self.core.notes.as_ref().is_some_and(|notes| !notes.merge_ended()) {
+            return;
         }
         if let Err(error) = self.store.unmark_merge() {
             tracing::warn!("the mark of a merge that is finished could not be taken away: {error}");

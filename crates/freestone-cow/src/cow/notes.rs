@@ -17,8 +17,9 @@ pub trait Notes: Send + Sync {
     /// Notes a merge durably, and where its store is, for people. A failure is only logged, since
     /// the store is marked as well. Blocks.
     fn merge_begins(&self, id: u64, store: &str);
-    /// Removes that note durably. Blocks.
-    fn merge_ended(&self);
+    /// Removes that note durably. Returns false if the note may still exist; the store then keeps
+    /// its mark, so that opening the store again removes both. Blocks.
+    fn merge_ended(&self) -> bool;
 
     /// How the origin was left when it was used last; `None` where nothing is noted.
     fn left(&self) -> Option<Left> {

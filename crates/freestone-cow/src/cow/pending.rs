@@ -172,8 +172,10 @@ impl<'a> Preparing<'a> {
         if is_empty {
             // All of it is in the origin: a crash came before the mark was removed, or a kernel
             // finished the merge.
-            if let Some(notes) = self.core.notes.as_ref().filter(|_| noted.is_some()) {
-                notes.merge_ended();
+            let notes = self.core.notes.as_ref().filter(|_| noted.is_some());
+            // A new exception in a store with a mark would be merged into the origin.
+            if notes.is_some_and(|notes| !notes.merge_ended()) {
+                return Err(SetupError::NoteStays);
             }
             return store.unmark_merge().map_err(|error| match error {
                 store::MergeError::Device(source) => SetupError::Device { what: "writing", source },

@@ -13,13 +13,22 @@ use super::open::modified;
 const NOTE_BYTES_MAX: usize = 8192;
 
 impl File {
-    /// The text of a note, an attribute `user.freestone.NAME`; `None` where there is none, or none
-    /// can be.
-    pub fn note(&self, name: &str) -> Option<String> {
+    /// Returns the text of a note, the attribute `user.freestone.NAME`; `None` if the file has no
+    /// such attribute or the file system has no attributes.
+    ///
+    /// # Errors
+    /// The note exists or may exist, and cannot be read: the system's error, or
+    /// [`InvalidData`](io::ErrorKind::InvalidData) for a note that is not text of at most 8192
+    /// bytes.
+    pub fn note(&self, name: &str) -> io::Result<Option<String>> {
         let mut text = vec![0; NOTE_BYTES_MAX];
-        let len = fgetxattr(&self.backing.fd, attribute(name), &mut text[..]).ok()?;
-        text.truncate(len);
-        String::from_utf8(text).ok()
+        match fgetxattr(&self.backing.fd, attribute(name), &mut text[..]) {
+            Ok(len) => text.truncate(len),
+            Err(Errno::NODATA | Errno::OPNOTSUPP) => return Ok(None),
+            Err(Errno::RANGE) => return Err(io::ErrorKind::InvalidData.into()),
+            Err(errno) => return Err(errno.into()),
+        }
+        String::from_utf8(text).map(Some).map_err(|_| io::ErrorKind::InvalidData.into())
     }
 
     /// Sets a note durably. Blocks.

@@ -17,7 +17,7 @@ use crate::family::{self, FamilySpec};
 use crate::files::open;
 use crate::keys::{Keys, joined, parse_bool, parse_length, parse_path};
 use crate::layers::{Below, check_unzoned};
-use crate::notes::{self, FileNotes};
+use crate::notes::FileNotes;
 use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 
@@ -77,13 +77,15 @@ impl Asked for FileSpec {
         }
         config.padded = true;
         let file = Arc::new(open(&config, "size")?);
+        let notes = FileNotes::read(Arc::clone(&file)).map_err(|why| Refusal::failed(Errno::EIO, why))?;
         if (zoned || file.geometry().read_only)
-            && let Some(why) = notes::half_merged(&file, &spec.name)
+            && let Some(why) = notes.half_merged(&spec.name)
         {
             let key = if zoned { "zoned=1" } else { "readonly=yes" };
             return Err(Refusal::failed(Errno::EBUSY, format!("{why}, and without {key}")));
         }
-        Ok(Built { backing, ..Built::alone(FileDisk(Arc::clone(&file)), file) })
+        let disk = FileDisk { file: Arc::clone(&file), notes };
+        Ok(Built { backing, ..Built::alone(disk, file) })
     }
 
     fn family(&self) -> Option<&FamilySpec> {
@@ -108,11 +110,14 @@ impl Asked for FileSpec {
 }
 
 /// A raw image or a block device.
-struct FileDisk(Arc<File>);
+struct FileDisk {
+    file: Arc<File>,
+    notes: FileNotes,
+}
 
 impl FileDisk {
     fn is_read_only(&self) -> bool {
-        self.0.geometry().read_only
+        self.file.geometry().read_only
     }
 }
 
@@ -126,7 +131,7 @@ impl Made for FileDisk {
     }
 
     fn notes(&self) -> Box<dyn cow::Notes> {
-        Box::new(FileNotes(Arc::clone(&self.0)))
+        Box::new(self.notes.clone())
     }
 
     fn check_base(&self, base: &Entry) -> Result<(), String> {
@@ -138,16 +143,17 @@ impl Made for FileDisk {
     }
 
     fn changed(&self) -> Option<(PathBuf, Changed)> {
-        Some((self.0.path().to_owned(), self.0.changed()?))
+        Some((self.file.path().to_owned(), self.file.changed()?))
     }
 
     fn half_merged(&self, name: &str) -> String {
-        notes::half_merged(&self.0, name)
-            .unwrap_or_else(|| format!("{}: a merge into it is under way", self.0.path().display()))
+        self.notes
+            .half_merged(name)
+            .unwrap_or_else(|| format!("{}: a merge into it is under way", self.file.path().display()))
     }
 
     fn closes(&self) -> Option<Weak<dyn Device>> {
-        (!self.is_read_only()).then(|| Arc::downgrade(&self.0) as _)
+        (!self.is_read_only()).then(|| Arc::downgrade(&self.file) as _)
     }
 
     fn attrs(&self) -> &'static [&'static str] {
@@ -156,8 +162,8 @@ impl Made for FileDisk {
 
     fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
         Some(match attr {
-            "path" => json!(path_text::text(self.0.path())),
-            "direct" => json!(if self.0.is_direct() { "on" } else { "off" }),
+            "path" => json!(path_text::text(self.file.path())),
+            "direct" => json!(if self.file.is_direct() { "on" } else { "off" }),
             "readonly" => json!(entry.is_read_only()),
             "size" => json!(entry.size()),
             _ => return entry.family_value(attr),

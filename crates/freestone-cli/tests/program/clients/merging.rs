@@ -180,3 +180,24 @@ fn half_of_a_merge_is_not_served_without_its_store() {
     let serve = Serve::start_in(dir, &merge, true);
     shows(&uri(&serve, "disk"), &wanted, serve.dir.path());
 }
+
+#[test]
+fn garbled_merge_note_refuses_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = dir.path().join("disk.img");
+    fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    let long = "0 ".repeat(5000);
+    for note in ["no number ./disk.cow", "0123", &long] {
+        if setxattr(&disk, "user.freestone.merge", note.as_bytes(), XattrFlags::empty()).is_err() {
+            continue;
+        }
+        for words in ["disk=file,path=disk.img", "disk=file,path=disk.img,readonly=yes"] {
+            let said = refused(dir.path(), 1, &["serve", words, "--nbd", "unix:nbd", "--control", "control"]);
+            let why = format!(
+                "disk: {}: cannot read its attribute user.freestone.merge, which says whether a merge into it is under way: ",
+                disk.display()
+            );
+            assert!(said.starts_with(&why), "{said}");
+        }
+    }
+}

@@ -1,6 +1,7 @@
 //! The marks of a merge under way, on the store and beside the origin: when they come and go, and
 //! what is refused because of them.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use freestone::consistency_group;
@@ -202,9 +203,9 @@ fn a_mark_that_cannot_be_written_begins_no_merge() {
 
 // ---- what the origin says -----------------------------------------------------------------------
 
-/// Notes that outlive an origin.
+/// Notes that outlive an origin. The second field is true if they cannot be removed.
 #[derive(Clone, Default)]
-struct Beside(Arc<Mutex<Option<(u64, String)>>>);
+struct Beside(Arc<Mutex<Option<(u64, String)>>>, Arc<AtomicBool>);
 
 impl Notes for Beside {
     fn merge(&self) -> Option<u64> {
@@ -213,8 +214,12 @@ impl Notes for Beside {
     fn merge_begins(&self, id: u64, store: &str) {
         *self.0.lock().unwrap() = Some((id, store.to_owned()));
     }
-    fn merge_ended(&self) {
+    fn merge_ended(&self) -> bool {
+        if self.1.load(Ordering::SeqCst) {
+            return false;
+        }
         *self.0.lock().unwrap() = None;
+        true
     }
 }
 
@@ -262,4 +267,34 @@ fn an_origin_that_is_half_merged_says_so() {
     snapshot.merge().unwrap();
     assert!(matches!(snapshot.wait_merge(), MergeStatus::Failed(_)));
     assert!(beside.merge().is_some());
+}
+
+#[test]
+fn note_that_cannot_be_removed_keeps_the_mark() {
+    let devices = [SIZE, COW_SIZE].map(|size| Arc::new(Faulty::new(size as usize, 512)));
+    let [below, cow] = devices.clone();
+    let beside = Beside::default();
+    let noted = || Origin::noted(below.clone(), Some(Box::new(beside.clone())));
+    drop(with_snapshot(below.clone(), cow.clone()));
+    beside.1.store(true, Ordering::SeqCst);
+    {
+        let origin = noted();
+        let snapshot = origin.snapshot(cow.clone(), &persistent()).unwrap();
+        snapshot.merge().unwrap();
+        assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
+        assert_eq!(read_all(&*below), content());
+    }
+    assert!(is_marked(&*cow) && beside.merge().is_some());
+    {
+        // Opening the store tries again; until that succeeds both stay.
+        let origin = noted();
+        let refused = origin.snapshot(cow.clone(), &persistent());
+        assert!(matches!(refused, Err(SetupError::NoteStays)), "{refused:?}");
+        assert!(is_marked(&*cow) && origin.is_half_merged());
+    }
+    beside.1.store(false, Ordering::SeqCst);
+    let origin = noted();
+    let snapshot = origin.snapshot(cow.clone(), &persistent()).unwrap();
+    assert!(!is_marked(&*cow) && beside.merge().is_none());
+    assert_eq!((read_all(&origin), read_all(&snapshot)), (content(), content()));
 }

@@ -32,7 +32,9 @@ impl Notes for Beside {
         None
     }
     fn merge_begins(&self, _: u64, _: &str) {}
-    fn merge_ended(&self) {}
+    fn merge_ended(&self) -> bool {
+        true
+    }
     fn left(&self) -> Option<Left> {
         *self.left.lock().unwrap()
     }
