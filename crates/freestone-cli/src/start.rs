@@ -1,7 +1,9 @@
 //! What a server begins with: the devices of its command line and file, or those of its state.
 
 use std::collections::{HashMap, HashSet};
+use std::io;
 use std::mem;
+use std::path::Path;
 use std::sync::Arc;
 
 use freestone::mutants::{self, Mutant};
@@ -177,7 +179,10 @@ fn again(
         return Err(invalid("it came out of a file, which has to be restored again".to_owned()));
     }
     let mut spec = Spec::from_entries(words.clone()).map_err(|why| invalid(why.to_string()))?;
-    if let Some(log) = spec.layers.record.as_ref().filter(|log| log.exists()) {
+    if let Some(log) = &spec.layers.record
+        && lies_there(log)
+            .map_err(|why| invalid(format!("record={}: cannot be examined: {why}", log.display())))?
+    {
         warn!("{}: {}: the recording has ended with the server before", device.name, log.display());
         let mut words = words;
         words.pairs.retain(|(key, _)| key != "record");
@@ -208,6 +213,15 @@ fn again(
     let entry = Arc::new(entry);
     service.add(&entry)?;
     Ok((entry, is_lost))
+}
+
+/// Returns true if anything lies at a path.
+fn lies_there(path: &Path) -> io::Result<bool> {
+    match path.symlink_metadata() {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 /// Where a device of a state is to be seen.

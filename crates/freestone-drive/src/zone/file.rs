@@ -20,10 +20,12 @@ use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsFd as _;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt as _};
 use std::path::Path;
 use std::sync::Arc;
 
+use rustix::fs::OFlags;
+use rustix::io::Errno;
 use thiserror::Error;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 use zerocopy::little_endian::{U32, U64};
@@ -34,7 +36,7 @@ use super::mark::Mark;
 use freestone_core::device::{self, Blocking, Device, Flags};
 use freestone_core::file_locks::{self, Access, Held};
 use freestone_core::mutants::{self, Mutant};
-use freestone_core::replace::{MayGo, Place, STATE_PREFIX};
+use freestone_core::replace::{MadeFile, MayGo, Place, STATE_PREFIX};
 
 const MAGIC: [u8; 16] = *b"freestone zones\n";
 const VERSION: u32 = 1;
@@ -153,12 +155,43 @@ impl Medium {
     }
 }
 
-/// Whether what lies at `path` says to be a zone state file.
-pub fn is_state_file(path: &Path) -> bool {
+/// Returns true if a zone state file lies at `path`.
+///
+/// # Errors
+/// A file lies there, or may, and cannot be read; or a symbolic link that leads nowhere, as to a
+/// file system that is not mounted.
+pub fn is_state_file(path: &Path) -> io::Result<bool> {
+    // Opening a pipe would wait for its other end.
+    let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
+    let file = match File::options().read(true).custom_flags(flags.bits().cast_signed()).open(path) {
+        Ok(file) => file,
+        Err(error) => {
+            return match Errno::from_io_error(&error) {
+                // A name too long for its file system cannot exist. A socket cannot be opened.
+                Some(Errno::NAMETOOLONG | Errno::NXIO) => Ok(false),
+                Some(Errno::NOENT) if is_absent(path)? => Ok(false),
+                _ => Err(error),
+            };
+        }
+    };
+    if !file.metadata()?.is_file() {
+        return Ok(false);
+    }
     let mut magic = [0; MAGIC.len()];
-    // A pipe would be waited for.
-    let is_file = path.metadata().is_ok_and(|meta| meta.is_file());
-    is_file && File::open(path).and_then(|file| file.read_exact_at(&mut magic, 0)).is_ok() && magic == MAGIC
+    match file.read_exact_at(&mut magic, 0) {
+        Ok(()) => Ok(magic == MAGIC),
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Returns true if nothing lies at `path`, not even a symbolic link.
+fn is_absent(path: &Path) -> io::Result<bool> {
+    match fs::symlink_metadata(path) {
+        Ok(_) => Ok(false),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(true),
+        Err(error) => Err(error),
+    }
 }
 
 /// An open zone state file.
@@ -174,6 +207,9 @@ pub struct StateFile {
     held: Option<Held>,
 }
 
+/// An open zone state file and every zone's mark.
+pub type Opened = (StateFile, Vec<Mark>);
+
 impl Drop for StateFile {
     fn drop(&mut self) {
         if let Medium::File(file) = &self.medium {
@@ -185,27 +221,39 @@ impl Drop for StateFile {
 }
 
 impl StateFile {
-    /// Opens the state at `path`, or makes it, with `fresh` of every zone, where nothing is there.
-    /// Gives every zone's mark.
+    /// Opens the state at `path`, or makes it, with `fresh` of every zone, if nothing lies there.
+    /// Returns every zone's mark, and the file if it is new.
     pub fn open(
         path: &Path,
         layout: &Layout,
         fresh: impl Fn(u32) -> Mark,
-    ) -> Result<(Self, Vec<Mark>), StateError> {
-        if fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
-            let place = Place::new(path)?;
-            let unfinished = place.begin(STATE_PREFIX)?;
-            let file = unfinished.as_file().try_clone()?;
-            file.set_len(bytes(layout.zones))?;
-            Self::make(&Medium::File(file), layout, fresh)?;
-            place.put(unfinished, MayGo::Nothing)?;
+    ) -> Result<(Opened, Option<MadeFile>), StateError> {
+        let made = if is_absent(path)? { Some(Self::make_file(path, layout, fresh)?) } else { None };
+        let opened = Self::open_file(path, layout);
+        if opened.is_err() {
+            made.iter().for_each(MadeFile::remove);
         }
+        Ok((opened?, made))
+    }
+
+    fn make_file(path: &Path, layout: &Layout, fresh: impl Fn(u32) -> Mark) -> Result<MadeFile, StateError> {
+        let place = Place::new(path)?;
+        let unfinished = place.begin(STATE_PREFIX)?;
+        let file = unfinished.as_file().try_clone()?;
+        file.set_len(bytes(layout.zones))?;
+        Self::make(&Medium::File(file), layout, fresh)?;
+        let made = unfinished.made(&place)?;
+        place.put(unfinished, MayGo::Nothing)?;
+        Ok(made)
+    }
+
+    fn open_file(path: &Path, layout: &Layout) -> Result<Opened, StateError> {
         let file = File::options().read(true).write(true).open(path)?;
         if !file.metadata()?.is_file() {
             return Err(StateError::Foreign);
         }
         file_locks::lock(file.as_fd(), Access::Write).map_err(|error| match error {
-            rustix::io::Errno::WOULDBLOCK => StateError::InUse,
+            Errno::WOULDBLOCK => StateError::InUse,
             other => StateError::Io(other.into()),
         })?;
         let held = Held::new(&rustix::fs::fstat(&file).map_err(io::Error::from)?);

@@ -43,6 +43,7 @@ use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, OpCounts, Request, Result, Tried,
 };
 use freestone_core::percpu::Counters;
+use freestone_core::replace::MadeFile;
 use freestone_core::sync::Mutex;
 use freestone_core::work_queue::WorkQueue;
 use layout::Layout;
@@ -73,6 +74,7 @@ pub enum State<'a> {
 /// Dropping it flushes, where there is a state file.
 pub struct Zones {
     inner: Arc<Inner>,
+    made: Option<MadeFile>,
 }
 
 /// Lock order: `whole`; a zone's own, as described in [`states`]; `unsynced`, or the resources, or
@@ -119,20 +121,23 @@ impl Zones {
         let layout = Layout::new(&config, &geometry)?;
         let new = |zone| fresh(&layout, config.zone_full, zone);
         let mark = |zone| Mark::of(new(zone));
-        let opened = match state {
-            State::Volatile => None,
-            State::File(path) => Some(StateFile::open(path, &layout, mark)?),
-            State::Device(device) => Some(StateFile::open_on(device, &layout, mark)?),
-        };
-        let no_memory = || SetupError::NoMemory(layout.zones);
-        let (table, file) = match opened {
-            None => (Table::new(layout, new), None),
-            Some((file, marks)) => {
-                let words = durable::words(&layout, &marks)?;
-                (Table::new(layout, |zone| words[zone as usize]), Some(file))
+        let (opened, made) = match state {
+            State::Volatile => (None, None),
+            State::File(path) => {
+                let (opened, made) = StateFile::open(path, &layout, mark)?;
+                (Some(opened), made)
             }
+            State::Device(device) => (Some(StateFile::open_on(device, &layout, mark)?), None),
         };
-        let table = table.ok_or_else(no_memory)?;
+        let (words, file) = match opened {
+            None => (None, None),
+            Some((file, marks)) => (Some(durable::words(&layout, &marks)?), Some(file)),
+        };
+        let word = |zone: u32| words.as_ref().map_or_else(|| new(zone), |words| words[zone as usize]);
+        let table = Table::new(layout, word).ok_or_else(|| {
+            made.iter().for_each(MadeFile::remove);
+            SetupError::NoMemory(layout.zones)
+        })?;
         // A state that a crash left may have one zone from before a flush and another from after
         // it, so there can be more active zones than may be. They can be written on, and no empty
         // one until enough are full or reset.
@@ -158,7 +163,12 @@ impl Zones {
             ops: OpCounts::default(),
             zone_ops: Counters::default(),
         };
-        Ok(Self { inner: Arc::new(inner) })
+        Ok(Self { inner: Arc::new(inner), made })
+    }
+
+    /// Returns the state file if it is new, to be removed if the device is not made after all.
+    pub const fn made(&self) -> Option<&MadeFile> {
+        self.made.as_ref()
     }
 
     /// Makes the sequential zone that holds the byte `offset` read-only, with all its data; where

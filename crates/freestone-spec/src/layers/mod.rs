@@ -16,7 +16,6 @@ mod faults;
 mod power;
 mod zones;
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,6 +26,7 @@ use freestone::faults::Faults;
 use freestone::null::{BadBlocks, BadConfig, PaceConfig, Paced};
 use freestone::power::{After, Cut, Point, Power, RecordError, Visited};
 use freestone::quiesce::Quiesce;
+use freestone::replace::MadeFile;
 use freestone::zone::Zones;
 use serde_json::{Value, json};
 
@@ -355,24 +355,15 @@ pub(crate) fn over(
     below: &Below<'_>,
     device: Arc<dyn Device>,
 ) -> Result<(Arc<dyn Device>, Layers), Refusal> {
-    let state = match (below.file, &asked.zones) {
-        (Some(path), Some(zones)) => zones::state_path(path, zones).ok(),
-        _ => None,
-    };
-    let absent = |path: &PathBuf| path.symlink_metadata().is_err();
-    let new: Vec<PathBuf> = asked.record.iter().cloned().chain(state).filter(absent).collect();
-    stack(asked, below, device).inspect_err(|_| {
-        for path in &new {
-            // It may not have come so far.
-            let _ = fs::remove_file(path);
-        }
-    })
+    let mut made = Vec::new();
+    stack(asked, below, device, &mut made).inspect_err(|_| made.iter().for_each(MadeFile::remove))
 }
 
 fn stack(
     asked: &LayerSpec,
     below: &Below<'_>,
     device: Arc<dyn Device>,
+    made: &mut Vec<MadeFile>,
 ) -> Result<(Arc<dyn Device>, Layers), Refusal> {
     let drive = below.drive.as_ref();
     let (mut top, mut layers) = (device, Layers::default());
@@ -382,7 +373,7 @@ fn stack(
     let cache_size = drive.and_then(|drive| drive.cache_size);
     layers.can_cut = asked.power_cut || cache_size.is_some();
     if layers.can_cut || asked.record.is_some() {
-        let power = Arc::new(power::over(top, cache_size.unwrap_or(0), asked)?);
+        let power = Arc::new(power::over(top, cache_size.unwrap_or(0), asked, made)?);
         layers.power = Some(Arc::clone(&power));
         top = power;
     }
@@ -393,10 +384,10 @@ fn stack(
     }
     if let Some(zones) = &asked.zones {
         let stores = drive.is_none_or(|drive| drive.stores);
-        let made = Arc::new(zones::over(zones, top, layers.bad.clone(), stores, below.file)?);
+        let zoned = Arc::new(zones::over(zones, top, layers.bad.clone(), stores, below.file, made)?);
         layers.conditions = zones::conditions(zones);
-        layers.zones = Some(Arc::clone(&made));
-        top = made;
+        layers.zones = Some(Arc::clone(&zoned));
+        top = zoned;
     }
     let quiesce = Arc::new(Quiesce::new(top));
     layers.quiesce = Some(Arc::clone(&quiesce));

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 
 use freestone::device::Device;
 use freestone::power::{self, After, Cut, Power, UNIT_MAX_BYTES, log};
+use freestone::replace::MadeFile;
 use serde_json::{Value, json};
 
 use super::{LayerSpec, Layers};
@@ -50,8 +51,13 @@ pub fn parse_after(text: &str) -> Result<Option<After>, String> {
 }
 
 /// Keeps unflushed writes of `device` apart, `capacity` bytes of them where it has a cache, and
-/// records where that was asked for.
-pub(super) fn over(device: Arc<dyn Device>, capacity: u64, asked: &LayerSpec) -> Result<Power, Refusal> {
+/// records where that was asked for. The log is added to `made`.
+pub(super) fn over(
+    device: Arc<dyn Device>,
+    capacity: u64,
+    asked: &LayerSpec,
+    made: &mut Vec<MadeFile>,
+) -> Result<Power, Refusal> {
     let unit = asked.power_cut_unit.unwrap_or(0);
     let block = device.geometry().logical_block;
     if (1..block).contains(&unit) {
@@ -59,6 +65,9 @@ pub(super) fn over(device: Arc<dyn Device>, capacity: u64, asked: &LayerSpec) ->
         return Err(Refusal::failed(Errno::EINVAL, why));
     }
     let record = asked.record.as_deref().map(record).transpose()?;
+    if let Some(writer) = &record {
+        made.extend(writer.made().map_err(|e| Refusal::failed(Errno::EIO, format!("record: {e}")))?);
+    }
     let config = power::Config { capacity, record, unit };
     Power::new(device, config).map_err(|e| Refusal::failed(Errno::EIO, e))
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use freestone::device::zoned::{ZoneCondition, ZoneGeometry, Zoned as _};
 use freestone::device::{self, Device};
 use freestone::null::BadBlocks;
+use freestone::replace::MadeFile;
 use freestone::zone::{self, State, Zones};
 use serde_json::{Value, json};
 
@@ -141,13 +142,14 @@ fn parse_offsets(text: &str) -> Result<Vec<u64>, String> {
 // ---- setting up ---------------------------------------------------------------------------------
 
 /// Zones over `device`, which `stores` what is written or not. Those of a file are remembered
-/// beside it.
+/// beside it; a state file that is new is added to `made`.
 pub(super) fn over(
     asked: &ZoneSpec,
     device: Arc<dyn Device>,
     bad: Option<Arc<BadBlocks>>,
     stores: bool,
     file: Option<&Path>,
+    made: &mut Vec<MadeFile>,
 ) -> Result<Zones, Refusal> {
     let config = zone::Config {
         zone_size: asked.size,
@@ -162,6 +164,7 @@ pub(super) fn over(
     let path = file.map(|path| state_path(path, asked)).transpose()?;
     let state = path.as_deref().map_or(State::Volatile, State::File);
     let zones = Zones::new(device, config, state, bad).map_err(|error| refused(&error))?;
+    made.extend(zones.made().cloned());
     for (key, offset) in conditions(asked) {
         let is = if key == "zone_offline" { ZoneCondition::Offline } else { ZoneCondition::ReadOnly };
         // The state file remembers; twice would be empty again.
@@ -215,7 +218,15 @@ fn beside(path: &Path) -> PathBuf {
 /// Refuses to write to a file without its zones, which would say then what is not so.
 pub(crate) fn check_unzoned(path: &Path) -> Result<(), Refusal> {
     let state = beside(path);
-    if !zone::is_state_file(&state) {
+    let found = zone::is_state_file(&state).map_err(|error| {
+        let why = format!(
+            "{}: cannot be read, and may remember the zones of the file, which writes would pass over: {error}; \
+             make it readable, or give readonly=yes",
+            state.display()
+        );
+        Refusal::failed(Errno::EIO, why)
+    })?;
+    if !found {
         return Ok(());
     }
     let why = format!(
@@ -226,11 +237,14 @@ pub(crate) fn check_unzoned(path: &Path) -> Result<(), Refusal> {
 }
 
 /// Where the zones of a file are remembered.
-pub(super) fn state_path(path: &Path, asked: &ZoneSpec) -> Result<PathBuf, Refusal> {
+fn state_path(path: &Path, asked: &ZoneSpec) -> Result<PathBuf, Refusal> {
     if let Some(state) = &asked.state {
         return Ok(state.clone());
     }
-    if path.metadata().is_ok_and(|meta| !meta.is_file()) {
+    let meta = path.metadata().map_err(|error| {
+        Refusal::failed(Errno::EIO, format!("zoned: cannot examine {}: {error}", path.display()))
+    })?;
+    if !meta.is_file() {
         let why = format!(
             "zoned: {} is no file that another could lie beside; say zone_state=PATH",
             path.display()

@@ -1,6 +1,7 @@
 //! Writing a log.
 
-use std::fs::File;
+use std::fs::{self, File};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -11,7 +12,7 @@ use zerocopy::little_endian::{U32, U64};
 use super::Error;
 use super::format::{DISCARD, Entry, FLUSH, MAGIC, MARK, Super, VERSION};
 use freestone_core::file_locks::Held;
-use freestone_core::replace::Place;
+use freestone_core::replace::{MadeFile, NEW_PREFIX, Place, Unfinished};
 
 /// The most that one entry zeroes, in bytes: `replay-log` reads an entry's data into memory as a
 /// whole.
@@ -28,10 +29,12 @@ const DISCARD_MAX_BYTES: u64 = 128 << 20;
 #[derive(Debug)]
 pub struct Writer {
     file: File,
-    /// Of a file that has a name.
+    /// Lists the file as open in this process. `None` for a file that never gets a name.
     #[expect(dead_code, reason = "it is there to be dropped")]
     held: Option<Held>,
     path: PathBuf,
+    /// The file before it has its name.
+    unnamed: Option<(Place, Unfinished)>,
     sector_bytes: u32,
     /// Entries that the head counts.
     entries: u64,
@@ -46,31 +49,54 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Creates the file.
+    /// Creates the file. The file gets its name with its head, so a log that is cut off before
+    /// that leaves nothing.
     ///
     /// # Errors
     /// [`Error::Exists`]: a recording begins with the device's state of this moment, so it cannot go on with an old log;
     /// [`Error::File`].
     pub fn create(path: &Path) -> Result<Self, Error> {
-        let file = File::options().read(true).write(true).create_new(true).open(path);
-        let file = file.map_err(|error| match error.kind() {
-            std::io::ErrorKind::AlreadyExists => Error::Exists { path: path.into() },
-            _ => Error::File { path: path.into(), error },
-        })?;
-        let failed = |error: std::io::Error| Error::File { path: path.into(), error };
+        let failed = |error: io::Error| Error::File { path: path.into(), error };
+        match fs::symlink_metadata(path) {
+            Ok(_) => return Err(Error::Exists { path: path.into() }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(failed(error)),
+        }
+        let place = Place::new(path).map_err(failed)?;
+        let unnamed = place.begin(NEW_PREFIX).map_err(failed)?;
+        let file = unnamed.as_file().try_clone().map_err(failed)?;
         let stat = rustix::fs::fstat(&file).map_err(|errno| failed(errno.into()))?;
         // What reads a log while it is written needs no lock; what would replace it has to see one.
         rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)
             .map_err(|errno| failed(errno.into()))?;
-        // A log whose name is lost is no log.
-        Place::new(path).and_then(|place| place.keep_name()).map_err(failed)?;
-        Ok(Self { held: Some(Held::new(&stat)), ..Self::on(file, path) })
+        let held = Some(Held::new(&stat));
+        Ok(Self { held, unnamed: Some((place, unnamed)), ..Self::on(file, path) })
+    }
+
+    /// Returns the file as it lies at its path once the recording has begun, to be removed if the
+    /// device is not made after all.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn made(&self) -> io::Result<Option<MadeFile>> {
+        self.unnamed.as_ref().map(|(place, unnamed)| unnamed.made(place)).transpose()
     }
 
     pub(in crate::power) fn on(file: File, path: &Path) -> Self {
         let path = path.into();
         let gathered = Vec::new();
-        Self { file, held: None, path, sector_bytes: 0, entries: 0, end: 0, added: 0, next: 0, gathered }
+        Self {
+            file,
+            held: None,
+            path,
+            unnamed: None,
+            sector_bytes: 0,
+            entries: 0,
+            end: 0,
+            added: 0,
+            next: 0,
+            gathered,
+        }
     }
 
     /// Where it is.
@@ -78,13 +104,18 @@ impl Writer {
         &self.path
     }
 
-    /// Writes the head of an empty log with sectors of this size.
+    /// Writes the head of an empty log with sectors of this size, and gives the file its name.
     pub(in crate::power) fn begin(&mut self, sector_bytes: u32) -> Result<(), Error> {
         self.sector_bytes = sector_bytes;
         self.end = u64::from(sector_bytes);
         self.next = self.end;
         let head = self.head(0);
-        self.at_file(|file| file.write_all_at(&head, 0))
+        self.at_file(|file| file.write_all_at(&head, 0))?;
+        let Some((place, unnamed)) = self.unnamed.take() else { return Ok(()) };
+        place.put_new(unnamed).map(drop).map_err(|error| match error.kind() {
+            io::ErrorKind::AlreadyExists => Error::Exists { path: self.path.clone() },
+            _ => Error::File { path: self.path.clone(), error },
+        })
     }
 
     /// Entries in the file.
@@ -207,7 +238,7 @@ impl Writer {
         bytes
     }
 
-    fn at_file(&self, work: impl FnOnce(&File) -> std::io::Result<()>) -> Result<(), Error> {
+    fn at_file(&self, work: impl FnOnce(&File) -> io::Result<()>) -> Result<(), Error> {
         work(&self.file).map_err(|error| Error::File { path: self.path.clone(), error })
     }
 }
