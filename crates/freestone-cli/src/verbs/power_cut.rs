@@ -196,6 +196,9 @@ fn now(service: &Service, entry: &Arc<Entry>, at: Option<&str>, seed: Option<u64
     service.registry.check_unused(entry, "cut off")?;
     if at.is_some() {
         check_visit(entry)?;
+    } else if power.is_half_set_back() {
+        let why = "it is off, as a return to a point of its log failed half way; go to a point again (--at), or reset it";
+        return Err(Fault::failed(Errno::EIO, format!("{name}: power-cut: {why}")));
     }
     let _job = service.jobs.begin(&name, "power-cut", Kind::WHOLE)?;
     let layers = &entry.layers;

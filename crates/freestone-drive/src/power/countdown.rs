@@ -70,6 +70,8 @@ struct State {
     /// Requests that took a number and are not answered.
     running: u64,
     held: Vec<Held>,
+    /// A return to the past has failed half way: the power stays off until one succeeds.
+    half_set_back: bool,
 }
 
 #[derive(Default)]
@@ -154,9 +156,31 @@ impl Countdown {
     /// Nothing is counted any more. What is returned can go on.
     pub fn stop(&self) -> Vec<Held> {
         let mut state = self.state.lock();
-        state.phase = Phase::Idle;
-        self.runs.store(0, SeqCst);
+        if !state.half_set_back {
+            state.phase = Phase::Idle;
+            self.runs.store(0, SeqCst);
+        }
         mem::take(&mut state.held)
+    }
+
+    /// The device is half set back. As [`let_go`](Self::let_go), until [`set_whole`](Self::set_whole).
+    pub fn stay_off(&self) -> Vec<Held> {
+        self.state.lock().half_set_back = true;
+        self.let_go()
+    }
+
+    /// The device is as it was at one moment; the power may be on again.
+    pub fn set_whole(&self) {
+        let mut state = self.state.lock();
+        if mem::take(&mut state.half_set_back) {
+            state.phase = Phase::Idle;
+            self.runs.store(0, SeqCst);
+        }
+    }
+
+    /// Returns true if a return to the past has failed half way and none has succeeded since.
+    pub fn is_half_set_back(&self) -> bool {
+        self.state.lock().half_set_back
     }
 
     /// Whether a request that is tried may go on.

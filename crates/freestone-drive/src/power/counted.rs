@@ -6,13 +6,18 @@ use super::countdown::{Held, Pass, Then};
 use super::drain::PowerShared;
 use freestone_core::device::{Buffer, Completion, Error, IoBuf, Request, Result, Tried};
 
+/// Answers requests that waited with [`Gone`](Error::Gone).
+pub fn refuse(held: Vec<Held>) {
+    for (_, buffer, done) in held {
+        done.complete(Err(Error::Gone), buffer);
+    }
+}
+
 impl PowerShared {
     /// Answers what waits for the power to be cut, and what comes until
     /// [`stop_counting`](Self::stop_counting).
     pub fn let_go(&self) {
-        for (_, buffer, done) in self.countdown.let_go() {
-            done.complete(Err(Error::Gone), buffer);
-        }
+        refuse(self.countdown.let_go());
     }
 
     /// Nothing is counted any more. What waits goes on.

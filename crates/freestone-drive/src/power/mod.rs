@@ -131,6 +131,11 @@ pub enum RecordError {
     /// The device below could not be set back.
     #[error("the device could not be set back: {0}")]
     Device(#[from] device::Error),
+    /// A visit failed after it began: the device has a part of the content.
+    #[error(
+        "the power stays off, as the device is half set back: {0}; go to a point again, or reset the device"
+    )]
+    HalfSetBack(Box<RecordError>),
 }
 
 /// Keeps unflushed writes apart from the device below. See the [module](self).
@@ -211,7 +216,7 @@ impl Power {
     ///
     /// # Errors
     /// A block that should have survived could not be written, and is as before, or the device
-    /// below could not be flushed. [`Gone`](DeviceError::Gone): it answered nothing of what it was
+    /// below could not be flushed; the device is [half set back](Self::is_half_set_back). [`Gone`](DeviceError::Gone): it answered nothing of what it was
     /// doing for 10 s, and nothing was lost. The power is back all the same.
     pub fn cut(&self, seed: u64) -> Result<Cut> {
         self.shared.cut(seed)
@@ -226,6 +231,12 @@ impl Power {
     /// [`Gone`](DeviceError::Gone): the power is just going off.
     pub fn cut_after(&self, after: After, then: impl FnOnce() + Send + 'static) -> Result<()> {
         self.shared.countdown.begin(after, Box::new(then))
+    }
+
+    /// Returns true if a visit has failed half way and neither a visit nor a reset has succeeded
+    /// since.
+    pub fn is_half_set_back(&self) -> bool {
+        self.shared.countdown.is_half_set_back()
     }
 
     /// How many writes or flushes are left until the power goes off by itself.
@@ -274,8 +285,10 @@ impl Power {
     /// last flush before, the seed decides. Recording ends, the log stays for more visits.
     ///
     /// # Errors
-    /// A point that is not in the log, before anything is done; those of `reset` and of the replay,
-    /// which leave the device somewhere between.
+    /// A point that is not in the log, or a log that is damaged before it, before anything is done.
+    /// [`RecordError::HalfSetBack`] of `reset` and of the replay: the power stays off, and requests
+    /// are answered [`Gone`](DeviceError::Gone), until a visit or a [`reset`](Self::reset)
+    /// succeeds.
     pub fn visit(
         &self,
         point: &Point,

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
 use super::choice::Choice;
+use super::counted::refuse;
 use super::drain::PowerShared;
 use super::log::{self, Reader};
 use super::record::{Recorder, What};
@@ -70,6 +71,9 @@ impl PowerShared {
     }
 
     pub fn cut(self: &Arc<Self>, seed: u64) -> Result<Cut> {
+        if self.countdown.is_half_set_back() {
+            return Err(Error::Media);
+        }
         self.let_go();
         let cut = self.lose(seed);
         self.stop_counting();
@@ -168,6 +172,7 @@ impl PowerShared {
         let _off = self.switch_off(true)?;
         self.cache.take();
         below()?;
+        self.countdown.set_whole();
         if let Some(record) = &self.cache.record {
             record.note(log::BEGINNING);
         }
@@ -181,26 +186,29 @@ impl PowerShared {
         reset: &dyn Fn() -> Result<()>,
     ) -> std::result::Result<Visited, RecordError> {
         let record = self.cache.record.as_ref().ok_or(RecordError::NotRecording)?;
-        // A point that is not there costs nothing.
+        // A point that is not there, and a log that is damaged before it, cost nothing.
         let mut reader = Reader::open(record.path())?;
         let entries = match point {
-            Point::Entry(asked) if *asked > reader.entries() => {
-                return Err(log::Error::NoEntry { asked: *asked, entries: reader.entries() }.into());
-            }
             Point::Entry(asked) => *asked,
             Point::Mark(text) => reader.find_mark(text)? + 1,
         };
+        let cut = cut.map(|seed| (seed, self.cache.unit_bytes()));
+        let plan = log::Plan::new(&mut reader, entries, self.inner.geometry().size, cut)?;
         let _off = self.switch_off(false)?;
         self.cache.take();
         record.stop("a point of the past was visited");
-        reset()?;
-        let cut = match cut {
-            None => log::replay(&mut reader, entries, &*self.inner).map(|()| None)?,
-            Some(seed) => {
-                Some(log::replay_cut(&mut reader, entries, (seed, self.cache.unit_bytes()), &*self.inner)?)
+        let replayed =
+            reset().map_err(RecordError::Device).and_then(|()| Ok(plan.run(&mut reader, &*self.inner)?));
+        match replayed {
+            Ok(cut) => {
+                self.countdown.set_whole();
+                Ok(Visited { entries, cut })
             }
-        };
-        Ok(Visited { entries, cut })
+            Err(error) => {
+                refuse(self.countdown.stay_off());
+                Err(RecordError::HalfSetBack(Box::new(error)))
+            }
+        }
     }
 }
 

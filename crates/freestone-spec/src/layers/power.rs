@@ -112,6 +112,7 @@ pub fn power_stat(power: &Power, layers: &Layers) -> Value {
     if let Some(recording) = power.recording() {
         stat["log_entries"] = json!(recording.entries);
         stat["log_bytes"] = json!(recording.bytes);
+        stat["half_set_back"] = json!(power.is_half_set_back());
         stat["log"] = json!(recording.stopped.unwrap_or_else(|| "records".to_owned()));
     }
     stat

@@ -447,3 +447,21 @@ fn several_disks_of_a_file_have_a_log_each(serve: &Serve) {
     }
     assert!(!serve.path("log-2").exists());
 }
+
+#[test]
+fn damaged_log_leaves_the_device_as_it_is() {
+    let serve = Serve::start(&["r=ram,disksize=1M,power_cut=yes,record=r.log"]);
+    let mut client = Raw::connect(&serve, "r");
+    for content in [1, 2] {
+        assert_eq!((client.write(0, 0, &[content; 4096]), client.flush()), (0, 0));
+    }
+    drop(client);
+    serve.text(&["mark", "r", "end"]);
+    let log = std::fs::File::options().write(true).open(serve.path("r.log")).unwrap();
+    log.set_len(10_000).unwrap();
+    let said = serve.refused(1, &["power-cut", "r", "--at", "4"]);
+    assert!(said.starts_with("r: power-cut: at=4: ") && said.contains("r.log: entry "), "{said}");
+    assert_eq!(Raw::connect(&serve, "r").read(0, 4096).unwrap(), [2; 4096]);
+    let power = &serve.json(&["stat", "r"])["power"];
+    assert_eq!((&power["half_set_back"], &power["log"]), (&json!(false), &json!("records")), "{power}");
+}

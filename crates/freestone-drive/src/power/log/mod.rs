@@ -20,7 +20,7 @@ use thiserror::Error;
 pub const BEGINNING: &str = "freestone: back to the beginning";
 
 pub use reader::{Entry, Epoch, Reader};
-pub(in crate::power) use replay::APART_MAX_BLOCKS;
+pub(in crate::power) use replay::{APART_MAX_BLOCKS, Plan};
 pub use replay::{CUT_BLOCKS_MAX, CutPoint, replay, replay_cut};
 pub use writer::Writer;
 

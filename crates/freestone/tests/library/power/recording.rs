@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use freestone::device::{Blocking, Device, Flags, Op};
+use freestone::device::{Blocking, Device, Error, Flags, Op};
 use freestone::power::log::{self, Reader, Writer};
 use freestone::power::{Config, Point, Power, RecordError};
 use freestone_testkit::{Faulty, Model, Rng, What, When};
@@ -236,6 +236,101 @@ fn every_point_can_be_visited_also_with_a_cut() {
     device.write_at(0, &filled(1, 1), Flags::empty()).unwrap();
     assert!(matches!(device.mark("late"), Err(RecordError::Stopped(_))));
     assert_eq!(Reader::open(&path).unwrap().entries(), 61);
+}
+
+/// A device over `below` that has recorded two flushed writes.
+fn with_two_writes(below: Arc<Faulty>, path: &Path) -> Power {
+    let config = Config { record: Some(Writer::create(path).unwrap()), ..Config::default() };
+    let device = Power::new(below, config).unwrap();
+    for sector in [1, 2] {
+        device.write_at(sector * 512, &filled(sector, 1), Flags::empty()).unwrap();
+        device.flush().unwrap();
+    }
+    device.mark("end").unwrap();
+    device
+}
+
+#[test]
+fn failed_visit_keeps_the_power_off() {
+    let folder = tempfile::tempdir().unwrap();
+    let below = Arc::new(Faulty::new(SIZE, 512));
+    let device = with_two_writes(below.clone(), &folder.path().join("log"));
+    let whole = all(&device);
+    let wipe = || below.write_zeroes(0, SIZE as u64, Flags::MAY_FREE);
+    let fail = || {
+        below.fault(Some(Op::Write), When::Always, What::Fail(Error::Media));
+        let failed = device.visit(&Point::Mark("end".into()), None, &wipe).unwrap_err();
+        below.heal();
+        assert!(matches!(failed, RecordError::HalfSetBack(_)), "{failed}");
+        assert!(failed.to_string().starts_with("the power stays off, as the device is half set back: "));
+        assert!(device.is_half_set_back());
+        // What is done to the power does not bring it back.
+        device.keep_on();
+        device.let_go();
+        device.keep_on();
+        assert_eq!(device.cut(1), Err(Error::Media));
+        assert_eq!(device.read_at(0, &mut [0; 512]), Err(Error::Gone));
+        assert_eq!(device.write_at(0, &[1; 512], Flags::empty()), Err(Error::Gone));
+    };
+    fail();
+    device.visit(&Point::Mark("end".into()), None, &wipe).unwrap();
+    assert!(!device.is_half_set_back());
+    assert_eq!(all(&device), whole);
+    fail();
+    device.reset(&wipe).unwrap();
+    assert_eq!(all(&device), vec![0; SIZE]);
+    fail();
+    let unwiped = device.visit(&Point::Entry(0), None, &|| Err(Error::NoMemory)).unwrap_err();
+    assert!(matches!(unwiped, RecordError::HalfSetBack(_)), "{unwiped}");
+    assert_eq!(device.read_at(0, &mut [0; 512]), Err(Error::Gone));
+}
+
+#[test]
+fn damaged_log_is_refused_before_the_first_write() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("log");
+    let below = Arc::new(Faulty::new(SIZE, 512));
+    let device = with_two_writes(below, &path);
+    let whole = all(&device);
+    let good = std::fs::read(&path).unwrap();
+    let never = || -> freestone::device::Result<()> { panic!("nothing may be set back") };
+    // Cut off within the second write; and the second write, at sector 2, lies beyond the device.
+    let second = 512 * 4;
+    assert_eq!(good[second..second + 8], 2_u64.to_le_bytes());
+    let mut beyond = good.clone();
+    beyond[second..second + 8].copy_from_slice(&(SIZE as u64 / 512).to_le_bytes());
+    for bad in [&good[..second + 600], &beyond] {
+        std::fs::write(&path, bad).unwrap();
+        for cut in [None, Some(1)] {
+            let refused = device.visit(&Point::Entry(4), cut, &never).unwrap_err();
+            assert!(matches!(refused, RecordError::Log(_)), "{refused}");
+        }
+        assert_eq!(all(&device), whole);
+    }
+    assert_eq!(device.recording().unwrap().stopped, None);
+}
+
+#[test]
+fn log_that_is_cut_off_at_its_creation_leaves_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("log");
+    let entries = || std::fs::read_dir(folder.path()).unwrap().count();
+    let writer = Writer::create(&path).unwrap();
+    assert_eq!(entries(), 0, "a log without its head has no name");
+    drop(writer);
+    let model = Arc::new(Model::new(SIZE, 512));
+    let (first, second) = (Writer::create(&path).unwrap(), Writer::create(&path).unwrap());
+    let made = first.made().unwrap().unwrap();
+    let device = Power::new(model.clone(), Config { record: Some(first), ..Config::default() }).unwrap();
+    assert_eq!(Reader::open(&path).unwrap().entries(), 0);
+    let refused = Power::new(model, Config { record: Some(second), ..Config::default() }).unwrap_err();
+    assert!(refused.to_string().contains("exists"), "{refused}");
+    drop(device);
+    // Another's log at the path stays.
+    std::fs::rename(&path, folder.path().join("moved")).unwrap();
+    std::fs::write(&path, "precious").unwrap();
+    made.remove();
+    assert_eq!(std::fs::read(&path).unwrap(), b"precious");
 }
 
 #[test]
