@@ -113,8 +113,10 @@ impl Place {
             Ok(found) if found.is_file() => fs::canonicalize(to)?,
             Ok(_) => return Err(no_file()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                if fs::symlink_metadata(to).is_ok() {
-                    return Err(io::Error::other("there is a symbolic link that leads nowhere"));
+                match fs::symlink_metadata(to) {
+                    Ok(_) => return Err(io::Error::other("there is a symbolic link that leads nowhere")),
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                    Err(error) => return Err(error),
                 }
                 let name = to.file_name().ok_or_else(|| io::Error::other("this is no file name"))?;
                 let dir = to.parent().filter(|dir| !dir.as_os_str().is_empty());

@@ -216,15 +216,15 @@ impl<'a> Opening<'a> {
         }
         let opened = match found {
             Some(_) => rustix::fs::open(path, flags, Mode::empty()),
-            None if config.nameless => nameless(path),
             None => {
-                let new = New::begin(path).and_then(|new| {
+                let made = New::begin(path).and_then(|new| {
                     let fd = new.file.as_file().try_clone()?;
-                    *unnamed = Some(new);
+                    // A file that stays nameless loses what name its file system needed.
+                    *unnamed = (!config.nameless).then_some(new);
                     Ok(fd.into())
                 });
                 let failed = |source| SetupError::Call { path: path.clone(), what: "create", source };
-                Ok(new.map_err(failed)?)
+                Ok(made.map_err(failed)?)
             }
         };
         let fd = match opened {
@@ -411,25 +411,6 @@ impl<'a> Opening<'a> {
         }
         let granularity = u32::try_from(queue("discard_granularity")).unwrap_or(0);
         if granularity >= block && granularity.is_multiple_of(block) { granularity } else { block }
-    }
-}
-
-/// A new file beside `path` that has no name: it goes with its last user, however that ends.
-fn nameless(path: &Path) -> rustix::io::Result<OwnedFd> {
-    let mode = Mode::RUSR | Mode::WUSR;
-    let dir = match path.parent() {
-        Some(dir) if !dir.as_os_str().is_empty() => dir,
-        _ => Path::new("."),
-    };
-    match rustix::fs::open(dir, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, mode) {
-        // The file system, or the kernel, has no such files.
-        Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => {
-            let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
-            let fd = rustix::fs::open(path, flags, mode)?;
-            rustix::fs::unlink(path)?;
-            Ok(fd)
-        }
-        opened => opened,
     }
 }
 
