@@ -56,7 +56,9 @@ pub fn announce(service: &Service, control: &Path) {
     for entry in service.registry.all() {
         if service.withheld.has(entry.name()) {
             let content_of = service.saves.behind_of(entry.name());
-            let _ = writeln!(text, "{}", withheld::told(entry.name(), content_of.as_deref()));
+            let changed = service.saves.changed_base_of(entry.name());
+            let told = withheld::told(entry.name(), content_of.as_deref(), changed.as_deref());
+            let _ = writeln!(text, "{told}");
         }
     }
     for seed in service.registry.seeds() {

@@ -5,9 +5,10 @@
 //! themselves, so no verb says it in words of its own.
 
 use std::env;
+use std::path::PathBuf;
 
 use freestone::mutants::{self, Mutant};
-use freestone_spec::kinds::Entry;
+use freestone_spec::kinds::{Entry, Spec};
 use freestone_state::{Change, Device, State};
 
 use crate::claims::Claim;
@@ -108,19 +109,34 @@ fn device(service: &Service, entry: &Entry, seen: &Seen) -> Device {
     default_at.extend(live.map(|export| export.address));
     let mut default_at: Vec<String> = default_at.iter().map(address_text).collect();
     default_at.sort_unstable();
+    let withheld = service.withheld.has(name);
+    // Of a withheld device the base that it was last shown with, so that the next start says why.
+    let shown_with = service.records.state().filter(|_| withheld).and_then(|state| state.find(name));
+    let base = match shown_with {
+        Some(device) => device.base,
+        None => base_identities(service, &entry.spec).into_iter().map(|(_, identity)| identity).collect(),
+    };
     Device {
         name: name.to_owned(),
         uuid: entry.identity.uuid.simple().to_string(),
         generation: entry.identity.generation,
-        withheld: service.withheld.has(name),
+        withheld,
         // It goes on.
         saved: None,
+        base,
         words: words(entry),
         declared: service.declarations.has(name),
         home: seen.home,
         default_at,
         exports: exports.map(|(wanted, declared)| export(wanted, *declared)).collect(),
     }
+}
+
+/// Returns the files of the base that kept content lies over, each with its identity. The content of
+/// a device that is not kept ends with its server, so its base may change.
+pub fn base_identities(service: &Service, spec: &Spec) -> Vec<(PathBuf, String)> {
+    let base = spec.kind.below().filter(|_| spec.keep).and_then(|base| service.registry.find(base));
+    base.map(|base| base.kind.file_identities()).unwrap_or_default()
 }
 
 /// The words that make it again, wherever the next server is started.

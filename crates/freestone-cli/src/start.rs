@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::mem;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use freestone::mutants::{self, Mutant};
@@ -192,7 +192,14 @@ fn again(
     // Before anything is opened: nobody could reach it.
     service.exports.tls.check_device(&spec)?;
     let content = if spec.keep { saved.take(service, topology, device, &spec)? } else { None };
-    let is_own = content.as_ref().map_or(spec.is_lost(), |content| !content.is_exact);
+    let changed = content.as_ref().and_then(|_| changed_base(service, device, &spec));
+    if let Some(file) = &changed {
+        warn!(device = %device.name, file = %file.display(), "its base changed while no server ran");
+        service.saves.put_changed_base(&device.name, file.clone());
+    }
+    let is_behind = content.as_ref().is_some_and(|content| !content.is_exact);
+    let is_seen_otherwise = changed.is_some() && !device.withheld;
+    let is_own = is_behind || is_seen_otherwise || (content.is_none() && spec.is_lost());
     let gone = |name: Option<&str>| name.is_some_and(|name| lost.contains(name));
     let is_lost = is_own || gone(spec.kind.below()) || gone(spec.kind.copies_to());
     if gone(spec.kind.copies_to()) {
@@ -205,7 +212,7 @@ fn again(
     let identity = Identity { uuid, generation: device.generation + u64::from(is_lost) };
     let _claim = service.claim_new("serve", [&spec])?;
     let Some(content) = content else { return Ok((service.make(spec, Some(identity))?, is_lost)) };
-    if is_own {
+    if is_behind {
         service.saves.put_behind(&device.name, content.when);
     }
     let mut entry = kinds::kept(spec, content.ram, &service.registry)?;
@@ -213,6 +220,20 @@ fn again(
     let entry = Arc::new(entry);
     service.add(&entry)?;
     Ok((entry, is_lost))
+}
+
+/// Returns the file of a device's base that is another one than when the device was kept, by size,
+/// time of modification or inode.
+fn changed_base(service: &Service, device: &Device, spec: &Spec) -> Option<PathBuf> {
+    let now = recording::base_identities(service, spec);
+    // Kept by a server that did not note them, or over a disk.
+    if device.base.is_empty() {
+        return None;
+    }
+    let same = |number: usize, identity: &String| device.base.get(number) == Some(identity);
+    let changed = now.iter().enumerate().find(|(number, (_, identity))| !same(*number, identity));
+    let shorter = || now.first().filter(|_| now.len() < device.base.len());
+    changed.map(|(_, file)| file).or_else(shorter).map(|(file, _)| file.clone())
 }
 
 /// Returns true if anything lies at a path.

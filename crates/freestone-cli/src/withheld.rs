@@ -2,6 +2,7 @@
 //! that they may be.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::places::Seen;
@@ -37,11 +38,15 @@ impl Withheld {
     }
 }
 
-/// What people are told of such a device; of one whose content is older than it was, of when it is.
-pub fn told(name: &str, content_of: Option<&str>) -> String {
-    let what = match content_of {
-        None => "has lost content, and".to_owned(),
-        Some(when) => format!("has the content of {when}, and"),
+/// What people are told of such a device; of one whose content is older than it was, of when it is;
+/// of one whose base changed while no server ran, the file that did.
+pub fn told(name: &str, content_of: Option<&str>, changed_base: Option<&Path>) -> String {
+    let what = match (content_of, changed_base) {
+        (Some(when), _) => format!("has the content of {when}, and"),
+        (None, Some(file)) => {
+            format!("has a base that changed while no server ran ({}), and", file.display())
+        }
+        (None, None) => "has lost content, and".to_owned(),
     };
     format!("{name}: {what} is withheld; `freestone publish {name}` shows it as it is")
 }

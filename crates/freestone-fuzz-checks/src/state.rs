@@ -179,7 +179,7 @@ fn is_device(device: &Value) -> bool {
         "generation" => value.is_u64(),
         "saved" => value.is_u64() || value.is_null(),
         "withheld" | "declared" | "home" => value.is_boolean(),
-        "default_at" => value.as_array().is_some_and(|places| places.iter().all(Value::is_string)),
+        "default_at" | "base" => value.as_array().is_some_and(|places| places.iter().all(Value::is_string)),
         "exports" => value.as_array().is_some_and(|exports| exports.iter().all(is_export)),
         _ => false,
     };

@@ -23,6 +23,9 @@ pub struct Device {
     /// The save that has what it held when the server ended, by its moment in nanoseconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub saved: Option<u64>,
+    /// Size, time of modification and inode of each file of the base that kept content lies over.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub base: Vec<String>,
     /// A file has declared it.
     #[serde(default, skip_serializing_if = "is_false")]
     pub declared: bool,

@@ -77,6 +77,8 @@ pub struct Saves {
     /// Devices that had an older content when the server started than when the one before ended, and of
     /// when that was.
     behind: Mutex<HashMap<String, SystemTime>>,
+    /// Devices whose base changed while no server ran, and the file that did.
+    changed_bases: Mutex<HashMap<String, PathBuf>>,
     /// What the log was last told that comes again and again.
     complaint: Mutex<String>,
 }
@@ -257,6 +259,22 @@ impl Saves {
     /// The device has another content, or is gone.
     pub fn forget_behind(&self, name: &str) {
         self.behind().remove(name);
+        self.changed_bases().remove(name);
+    }
+
+    fn changed_bases(&self) -> MutexGuard<'_, HashMap<String, PathBuf>> {
+        // A panic cannot leave the map inconsistent, so poisoning is ignored.
+        self.changed_bases.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the file of the device's base that changed while no server ran.
+    pub fn changed_base_of(&self, name: &str) -> Option<PathBuf> {
+        self.changed_bases().get(name).cloned()
+    }
+
+    /// Notes that a file of the device's base changed while no server ran.
+    pub fn put_changed_base(&self, name: &str, file: PathBuf) {
+        self.changed_bases().insert(name.to_owned(), file);
     }
 
     /// All that is known of the saves of a device, for `stat`.

@@ -115,14 +115,18 @@ pub struct Row {
 pub struct Changed {
     #[serde(with = "path_text")]
     file: PathBuf,
-    /// `modified`, `replaced` or `removed`.
+    /// `modified`, `replaced`, `removed` or `modified while no server ran`.
     how: String,
 }
 
 impl Changed {
-    /// Of a base, as of the last look.
-    pub fn of(entry: &Entry) -> Option<Self> {
-        entry.kind.changed().map(|(file, how)| Self { file, how: how.to_string() })
+    /// Of a base, as of the last look; of a device whose base changed before the server started.
+    pub fn of(service: &Service, entry: &Entry) -> Option<Self> {
+        let now = entry.kind.changed().map(|(file, how)| Self { file, how: how.to_string() });
+        now.or_else(|| {
+            let file = service.saves.changed_base_of(entry.name())?;
+            Some(Self { file, how: "modified while no server ran".to_owned() })
+        })
     }
 }
 
@@ -192,7 +196,7 @@ pub fn row(entry: &Entry, service: &Service) -> Row {
         base: entry.spec.kind.below().map(str::to_owned),
         template: entry.template.clone(),
         status,
-        changed: Changed::of(entry),
+        changed: Changed::of(service, entry),
         merge: merge.as_ref().and_then(serde_json::Value::as_str).map(str::to_owned),
         merged_percent: entry.kind.cow().and_then(Snapshot::merged_percent),
         progress: service.jobs.show(entry.name()),
@@ -248,7 +252,8 @@ fn kind(row: &Row) -> String {
         text.push_str(" zoned");
     }
     if row.withheld {
-        text.push_str(if row.content_of.is_some() { " withheld" } else { " lost, withheld" });
+        let is_there = row.content_of.is_some() || row.changed.is_some();
+        text.push_str(if is_there { " withheld" } else { " lost, withheld" });
     }
     if row.changed.is_some() {
         text.push_str(" changed");

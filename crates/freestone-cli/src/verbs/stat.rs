@@ -211,7 +211,7 @@ fn device(
     };
     insert("base", entry.spec.kind.below().map(Into::into));
     insert("template", entry.template.clone().map(Into::into));
-    insert("changed", Changed::of(entry).map(|changed| json!(changed)));
+    insert("changed", Changed::of(service, entry).map(|changed| json!(changed)));
     insert("limits", entry.limits().stat());
     insert("withheld", service.withheld.has(entry.name()).then_some(true.into()));
     insert("keep", service.saves.stat(entry));

@@ -204,6 +204,13 @@ impl File {
         self.backing.watched.as_ref()?.changed()
     }
 
+    /// Returns size, time of modification and inode of a file that is only read, as text: another
+    /// text means that the file may have changed since. `None` of a disk, and of a file that is
+    /// written.
+    pub fn identity(&self) -> Option<String> {
+        self.backing.watched.as_ref()?.identity()
+    }
+
     /// Whether the page cache is passed by.
     pub fn is_direct(&self) -> bool {
         self.backing.direct

@@ -101,6 +101,17 @@ impl Watched {
         watched
     }
 
+    /// Returns size in bytes, time of modification and inode of the file as it was opened, as text;
+    /// `None` of a disk.
+    pub fn identity(&self) -> Option<String> {
+        match self.opened {
+            Identity::File { place: (_, inode), size, modified: (seconds, nanos) } => {
+                Some(format!("{size} {seconds}.{nanos:09} {inode}"))
+            }
+            Identity::Disk(_) => None,
+        }
+    }
+
     /// As of the last look.
     pub fn changed(&self) -> Option<Changed> {
         Changed::of(self.found.load(SeqCst))

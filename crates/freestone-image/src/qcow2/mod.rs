@@ -127,6 +127,11 @@ impl Image {
         self.chain.sources().find_map(|source| Some((source.path(), source.changed()?)))
     }
 
+    /// Returns each of its files with its [identity](crate::file::File::identity). Disks have none.
+    pub fn identities(&self) -> Vec<(PathBuf, String)> {
+        self.chain.sources().filter_map(|source| Some((source.path(), source.identity()?))).collect()
+    }
+
     /// What a located run is, for those who ask for extents: kind and length; a raw file may know
     /// better.
     fn extent(&self, cursor: &Cursor, found: Found) -> Result<(ExtentKind, u64)> {

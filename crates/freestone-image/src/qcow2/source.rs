@@ -38,6 +38,11 @@ impl Source {
         self.file.changed()
     }
 
+    /// See [`File::identity`].
+    pub fn identity(&self) -> Option<String> {
+        self.file.identity()
+    }
+
     /// Bytes of the file.
     pub fn len(&self) -> u64 {
         self.whole + self.tail.len() as u64

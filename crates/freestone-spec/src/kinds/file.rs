@@ -146,6 +146,11 @@ impl Made for FileDisk {
         Some((self.file.path().to_owned(), self.file.changed()?))
     }
 
+    fn file_identities(&self) -> Vec<(PathBuf, String)> {
+        let identity = self.file.identity().map(|identity| (self.file.path().to_owned(), identity));
+        identity.into_iter().collect()
+    }
+
     fn half_merged(&self, name: &str) -> String {
         self.notes
             .half_merged(name)

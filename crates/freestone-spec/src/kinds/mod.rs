@@ -367,10 +367,14 @@ pub trait Made: Send + Sync {
         false
     }
 
-    /// Which of the files of a base is not what it was when it was opened, as of the last look, and
-    /// what became of it.
+    /// Returns the file of a base that has changed since it was opened, as of the last look, and how.
     fn changed(&self) -> Option<(PathBuf, Changed)> {
         None
+    }
+
+    /// Returns the files of a base, each with a text that is another one after a change.
+    fn file_identities(&self) -> Vec<(PathBuf, String)> {
+        Vec::new()
     }
 
     /// Whether its data can be set back to what it was in the beginning.
@@ -378,14 +382,12 @@ pub trait Made: Send + Sync {
         false
     }
 
-    /// Sets its data back to what it was in the beginning, nothing or the base of a fork; on
-    /// request the counters of a RAM disk or fork as well.
+    /// Sets the data back to the beginning; on request the counters of a RAM disk or fork as well.
     fn wipe(&self, _counters: bool) -> device::Result<()> {
         Err(device::Error::Unsupported)
     }
 
-    /// Begins the merge of a snapshot that was asked for with `merge=yes`, or goes on with one that
-    /// was under way when its store was closed. When this returns its origin shows the snapshot.
+    /// Begins the merge that `merge=yes` asks for, or goes on with one. Then the origin shows it.
     fn begin_merge(&self, _entry: &Arc<Entry>, _registry: &Registry) -> Result<(), Refusal> {
         Ok(())
     }

@@ -97,6 +97,10 @@ impl Made for Qcow2 {
         self.0.changed()
     }
 
+    fn file_identities(&self) -> Vec<(PathBuf, String)> {
+        self.0.identities()
+    }
+
     fn attrs(&self) -> &'static [&'static str] {
         &NAMES
     }

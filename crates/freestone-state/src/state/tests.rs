@@ -13,6 +13,7 @@ fn device(name: &str, words: &str) -> Device {
         words: format!("{name}={words}"),
         withheld: false,
         saved: None,
+        base: Vec::new(),
         declared: false,
         home: true,
         default_at: Vec::new(),

@@ -231,6 +231,49 @@ fn forks_of_images_that_are_the_same_are_not_mixed_up() {
     assert_eq!((family("job"), family("other")), (1.into(), 1.into()));
 }
 
+/// Size, time of modification and inode of the base's file are kept with the fork.
+#[test]
+fn base_changed_between_servers_withholds_its_fork() {
+    let server = serve(image(1 << 20), &[GOLDEN]);
+    let home = format!("unix:{}", server.path("nbd").display());
+    server.text(&["fork", "golden", "job", "keep=yes", "--nbd", &home]);
+    server.text(&["fork", "golden", "loose", "on_lost=empty", "--nbd", &home]);
+    qemu_io(&uri(&server, "job"), &["write -P 5 64k 64k"]);
+    let dir = ended(server);
+    let base = dir.path().join("golden.img");
+    let file = fs::File::options().write(true).open(&base).unwrap();
+    file.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
+    let server = serve(dir, &[]);
+    let found = row(&server, "job");
+    assert_eq!((&found["withheld"], &found["content_of"]), (&Value::Bool(true), &Value::Null), "{found}");
+    let changed = found["changed"].clone();
+    assert_eq!(changed["how"], "modified while no server ran");
+    assert_eq!(changed["file"], base.display().to_string());
+    let why =
+        format!("job: has a base that changed while no server ran ({}), and is withheld", base.display());
+    assert!(server.said.contains(&why), "{}", server.said);
+    assert_eq!(server.json(&["stat", "job"])["generation"], 2);
+    assert_eq!(row(&server, "loose")["changed"], Value::Null, "nothing of it was kept");
+    // It stays withheld until somebody says that it may be seen.
+    let server = serve(ended(server), &[]);
+    let found = row(&server, "job");
+    assert_eq!((&found["withheld"], &found["changed"]), (&Value::Bool(true), &changed), "{found}");
+    assert_eq!(server.json(&["stat", "job"])["generation"], 2);
+    server.text(&["publish", "job"]);
+    qemu_io(&uri(&server, "job"), &["read -P 7 0 64k", "read -P 5 64k 64k"]);
+    let dir = ended(server);
+    let server = serve(dir, &[]);
+    let found = row(&server, "job");
+    assert_eq!((&found["withheld"], &found["changed"]), (&Value::Null, &Value::Null), "{found}");
+    // A copy in its place.
+    let dir = ended(server);
+    let base = dir.path().join("golden.img");
+    fs::copy(&base, dir.path().join("copy.img")).unwrap();
+    fs::rename(dir.path().join("copy.img"), &base).unwrap();
+    let server = serve(dir, &[]);
+    assert_eq!(row(&server, "job")["withheld"], true);
+}
+
 #[test]
 fn a_save_that_does_not_fit_is_told_beforehand() {
     let dir = tempfile::tempdir().unwrap();
