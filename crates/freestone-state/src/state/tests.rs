@@ -3,6 +3,7 @@ use std::fs;
 use std::thread;
 
 use super::*;
+use crate::lines;
 use crate::topology::Export;
 
 fn device(name: &str, words: &str) -> Device {
@@ -162,26 +163,144 @@ fn changes_of_many_threads_are_all_there() {
     assert_eq!(names(&state).len(), THREADS * (1 + EACH / 2));
 }
 
+/// Takes every write, and cannot be synced.
+fn unsyncable() -> File {
+    OpenOptions::new().append(true).open("/dev/null").unwrap()
+}
+
+/// Keeps the log from being replaced, until the directory is removed.
+fn block_replacement(dir: &Path) -> std::path::PathBuf {
+    let new = dir.join("topology.new");
+    fs::create_dir(&new).unwrap();
+    new
+}
+
 #[test]
-fn what_cannot_be_written_does_not_take_effect() {
+fn failed_sync_replaces_log_before_reply() {
+    let dir = tempfile::tempdir().unwrap();
+    let (state, _) = open(dir.path());
+    put(&state, "a", "null");
+    let mut other = state.begin("create", &["c"]).unwrap();
+    let crashed = state.begin("fork", &["f"]).unwrap();
+    state.log().exchange_file(unsyncable());
+    put(&state, "b", "null");
+    state.log().exchange_file(unsyncable());
+    // Changes that had begun before go on in the new file.
+    other.put(device("c", "null"));
+    other.commit().unwrap();
+    put(&state, "d", "null");
+    assert_eq!(names(&state), ["a", "b", "c", "d"]);
+    std::mem::forget(crashed);
+    drop(state);
+    let (state, unfinished) = open(dir.path());
+    assert_eq!(unfinished, [Unfinished { verb: "fork".into(), names: vec!["f".into()] }]);
+    assert_eq!(names(&state), ["a", "b", "c", "d"]);
+}
+
+#[test]
+fn failed_write_replaces_log_before_reply() {
+    let dir = tempfile::tempdir().unwrap();
+    let (state, _) = open(dir.path());
+    let mut change = state.begin("create", &["a"]).unwrap();
+    // It can be neither written nor cut back.
+    state.log().exchange_file(File::open(dir.path().join(TOPOLOGY)).unwrap());
+    change.put(device("a", "null"));
+    change.commit().unwrap();
+    put(&state, "b", "null");
+    assert_eq!(open_again(state, dir.path()), ["a", "b"]);
+}
+
+#[test]
+fn failed_replacement_refuses_changes_until_one_succeeds() {
+    let dir = tempfile::tempdir().unwrap();
+    let (state, _) = open(dir.path());
+    put(&state, "a", "null");
+    let mut change = state.begin("create", &["b"]).unwrap();
+    state.log().exchange_file(unsyncable());
+    let new = block_replacement(dir.path());
+    change.put(device("b", "null"));
+    assert!(matches!(change.commit(), Err(StateError::Write(..))));
+    assert!(matches!(state.begin("create", &["c"]), Err(StateError::Write(..))));
+    assert!(matches!(state.put("serve", vec![device("c", "null")]), Err(StateError::Write(..))));
+    assert_eq!(names(&state), ["a"]);
+    fs::remove_dir(new).unwrap();
+    put(&state, "d", "null");
+    assert_eq!(names(&state), ["a", "d"]);
+    assert_eq!(open_again(state, dir.path()), ["a", "d"]);
+}
+
+/// The directory is synced last: from the rename on the new file is the one that a start reads.
+#[test]
+fn failed_directory_sync_keeps_no_unlinked_log() {
+    let dir = tempfile::tempdir().unwrap();
+    let (state, _) = open(dir.path());
+    put(&state, "a", "null");
+    let good = state.log().exchange_dir(unsyncable());
+    state.log().exchange_file(unsyncable());
+    assert!(matches!(state.put("serve", vec![device("b", "null")]), Err(StateError::Write(..))));
+    for name in ["c", "d"] {
+        assert!(matches!(state.begin("create", &[name]), Err(StateError::Write(..))), "{name}");
+    }
+    state.log().exchange_dir(good);
+    put(&state, "e", "null");
+    let mut change = state.begin("remove", &["a"]).unwrap();
+    change.gone("a");
+    change.commit().unwrap();
+    assert_eq!(names(&state), ["e"]);
+    // As after a crash: what the path names has all that was answered.
+    assert_eq!(open_again(state, dir.path()), ["e"]);
+}
+
+#[test]
+fn failed_directory_sync_while_shrinking_loses_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let (state, _) = open(dir.path());
+    let words = format!("null,record={}", "x".repeat(1 << 20));
+    let good = state.log().exchange_dir(unsyncable());
+    let (mut answered, mut refused) = (0, 0);
+    while refused == 0 {
+        match state.put("create", vec![device(&format!("d{}", answered % 2), &format!("{words}{answered}"))])
+        {
+            Ok(()) => answered += 1,
+            Err(_) => refused += 1,
+        }
+        assert!(answered < 64, "the log was never replaced");
+    }
+    state.log().exchange_dir(good);
+    put(&state, "last", "null");
+    let before = state.topology();
+    drop(state);
+    assert_eq!(open(dir.path()).0.topology(), before);
+    assert!(before.find("last").is_some() && before.find(&format!("d{}", (answered - 1) % 2)).is_some());
+}
+
+#[test]
+fn start_on_full_disk_goes_on_with_whole_log() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join(TOPOLOGY);
     let (state, _) = open(dir.path());
     put(&state, "a", "null");
-    let change = state.begin("create", &["b"]).unwrap();
-    let good = {
-        let mut log = state.log();
-        log.room = u64::MAX;
-        std::mem::replace(&mut log.file, File::open(&file).unwrap())
-    };
-    assert!(matches!(state.begin("create", &["c"]), Err(StateError::Write(..))));
-    let mut change = change;
-    change.put(device("b", "null"));
-    // That it could not be taken back leaves the rest unknown.
-    assert!(matches!(change.commit(), Err(StateError::Write(..) | StateError::Broken(_))));
-    state.log().file = good;
-    assert!(matches!(state.begin("create", &["c"]), Err(StateError::Broken(_))));
-    assert_eq!(open_again(state, dir.path()), ["a"]);
+    let begun = state.begin("fork", &["f"]).unwrap();
+    std::mem::forget(begun);
+    drop(state);
+    let mut content = fs::read(&file).unwrap();
+    content.extend(b"0123");
+    fs::write(&file, content).unwrap();
+    let new = block_replacement(dir.path());
+    let (state, unfinished) = open(dir.path());
+    assert_eq!(unfinished.len(), 1);
+    state.put("serve", vec![device("a", "ram")]).unwrap();
+    put(&state, "b", "null");
+    assert_eq!(open_again(state, dir.path()), ["a", "b"]);
+    fs::remove_dir(new).unwrap();
+    assert_eq!(open(dir.path()).0.find("a").unwrap().words, "a=ram");
+}
+
+#[test]
+fn new_state_that_cannot_be_written_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    block_replacement(dir.path());
+    assert!(matches!(State::open(dir.path()), Err(StateError::Directory(..))));
 }
 
 #[test]
@@ -195,7 +314,10 @@ fn a_file_of_past_changes_is_written_anew() {
         put(&state, "a", &format!("{words}{turn}"));
         most = most.max(fs::metadata(&file).unwrap().len());
     }
-    assert!((REWRITE_BYTES - (1 << 20)..REWRITE_BYTES + (1 << 20)).contains(&most), "{most}");
+    assert!(
+        (crate::log::REWRITE_BYTES - (1 << 20)..crate::log::REWRITE_BYTES + (1 << 20)).contains(&most),
+        "{most}"
+    );
     assert!(fs::metadata(&file).unwrap().len() < most);
     assert!(state.topology().find("a").unwrap().words.ends_with("x99"));
     assert_eq!(open_again(state, dir.path()), ["a"]);
