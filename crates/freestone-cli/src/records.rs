@@ -55,21 +55,20 @@ impl Records {
         self.state.get()
     }
 
-    /// The server begins or ends, and this is to be known of these devices.
+    /// Commits what is to be known of these devices when the server begins or ends.
     pub fn put_all(&self, devices: Vec<Device>) -> Result<(), Fault> {
         let Some(state) = self.state.get().filter(|_| !devices.is_empty()) else { return Ok(()) };
-        let names: Vec<&str> = devices.iter().map(|device| device.name.as_str()).collect();
-        let mut change = state.begin("serve", &names).map_err(|error| refused(&error))?;
-        for device in devices {
-            change.put(device);
-        }
-        change.commit().map_err(|error| refused(&error))
+        state.put("serve", devices).map_err(|error| refused(&error))
     }
 
     /// The server ends, and these saves have what the devices hold.
     pub fn put_saved(&self, saved: &[(String, u64)]) -> Result<(), Fault> {
         let Some(state) = self.state.get() else { return Ok(()) };
-        let with = |(name, stamp): &(String, u64)| Some(Device { saved: Some(*stamp), ..state.find(name)? });
+        let with = |(name, stamp): &(String, u64)| {
+            let is = state.find(name)?;
+            let saved = Some(*stamp);
+            (is.saved != saved).then_some(Device { saved, ..is })
+        };
         self.put_all(saved.iter().filter_map(with).collect())
     }
 

@@ -8,9 +8,10 @@
 
 pub mod saver;
 pub mod start;
+mod unused;
 
 use std::collections::{HashMap, HashSet};
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -218,9 +219,18 @@ impl Saves {
 
     /// A new one, where there is none yet.
     fn make(&self, family: Family) -> Result<(), KeepError> {
-        let Some((dir, _)) = self.at.get() else { unreachable!("only where there is a state") };
-        let dir = dir.join(Uuid::new_v4().simple().to_string());
-        let keep = Keep::open(&dir)?;
+        let Some((content, _)) = self.at.get() else { unreachable!("only where there is a state") };
+        let dir = content.join(Uuid::new_v4().simple().to_string());
+        let mut keep = Keep::open(&dir)?;
+        // A save in a directory whose name is not durable is none.
+        let parents = [Some(content.as_path()), content.parent()];
+        for path in parents.into_iter().flatten() {
+            let synced = File::open(path).and_then(|parent| parent.sync_all());
+            synced.map_err(|source| {
+                forget(&mut keep, &dir);
+                KeepError::Directory { path: path.to_owned(), source }
+            })?;
+        }
         let group = Group::new(family, dir, keep);
         {
             let mut groups = self.groups();
@@ -335,12 +345,13 @@ fn stamp(when: SystemTime) -> u64 {
     when.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64)
 }
 
-/// Nobody needs a directory any more.
+/// Removes a directory that no device needs any more, with the files of saves in it. Other files stay, and
+/// the directory with them.
 fn forget(keep: &mut Keep, path: &Path) {
     if let Err(why) = keep.forget() {
         return warn!("{}: is not needed any more, and stays: {why}", path.display());
     }
-    if let Err(why) = fs::remove_dir_all(path) {
+    if let Err(why) = fs::remove_dir(path) {
         warn!("{}: is not needed any more, and stays: {why}", path.display());
     }
 }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use freestone::keep::{Estimate, KeepError, Wrote};
 use freestone::ram::Ram;
 use freestone::save::SaveError;
+use freestone_spec::kinds::Entry;
 use freestone_spec::size::human;
 use tracing::{debug, error, info, warn};
 
@@ -108,9 +109,14 @@ impl Saves {
             }
         }
         if let Err(Fault { message, .. }) = service.records.put_saved(&exact) {
-            error!("what was saved at the end is not known to be of the end: {message}");
+            let names: Vec<_> = exact.iter().map(|(name, _)| name.as_str()).collect();
+            let names = names.join(", ");
+            error!("{names}: saved, but the next start withholds the content as an older one: {message}");
+            failed += exact.len();
         }
-        failed
+        // Of these no directory could be made, as the log says.
+        let unsaved = |entry: &Arc<Entry>| kept(entry).is_some_and(|ram| saves.group_of(ram).is_none());
+        failed + service.registry.all().iter().filter(|entry| unsaved(entry)).count()
     }
 
     /// All groups with their devices; new ones are made.

@@ -1,7 +1,6 @@
 //! What a server finds that another one has saved.
 
 use std::collections::{HashMap, HashSet};
-use std::fs;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,10 +11,11 @@ use freestone::keep::{Keep, KeepError, Loaded, Loading};
 use freestone::ram::{Family, Ram};
 use freestone_spec::kinds::{KindSpec, Spec};
 use freestone_spec::refusal::{Errno, Refusal};
+use freestone_spec::times;
 use freestone_state::{Device, Topology};
 use tracing::{error, info, warn};
 
-use super::{Group, Saves, forget, stamp};
+use super::{Group, Saves, forget, stamp, unused};
 use crate::control::protocol::Fault;
 use crate::restoring::{CREATE_BASE, as_base, find_base};
 use crate::service::Service;
@@ -46,18 +46,13 @@ enum Content {
 }
 
 impl Saves {
-    /// Looks at what was saved of the devices of a state. What belongs to none of them goes.
+    /// Looks at what was saved of the devices of a state. What has belonged to none of them for long goes.
     pub fn find(&self, topology: &Topology) -> Result<Restores, Fault> {
         let mut restores = Restores { dirs: Vec::new(), by_uuid: HashMap::new(), damaged: None };
-        let Some((dir, _)) = self.at.get() else { return Ok(restores) };
-        let failed = |why: io::Error| Fault::failed(Errno::EIO, format!("{}: {why}", dir.display()));
+        let Some((content, _)) = self.at.get() else { return Ok(restores) };
+        let failed = |why: io::Error| Fault::failed(Errno::EIO, format!("{}: {why}", content.display()));
         let uuids: HashSet<&str> = topology.devices().map(|device| device.uuid.as_str()).collect();
-        let entries = match fs::read_dir(dir) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(restores),
-            entries => entries.map_err(failed)?,
-        };
-        for entry in entries {
-            let path = entry.map_err(failed)?.path();
+        for path in unused::directories(content).map_err(failed)? {
             let mut keep = match Keep::open(&path) {
                 Ok(keep) => keep,
                 Err(why) => {
@@ -66,18 +61,29 @@ impl Saves {
                     continue;
                 }
             };
-            let names =
-                keep.contents().map(|kept| kept.contents.devices.iter().map(|device| device.name.clone()));
-            let members: HashSet<String> =
-                names.into_iter().flatten().filter(|uuid| uuids.contains(uuid.as_str())).collect();
-            let Some(when) = keep.contents().map(|kept| kept.when).filter(|_| !members.is_empty()) else {
-                // Its devices were removed, or nothing was saved.
-                info!("{}: belongs to no device any more, and is removed", path.display());
+            let Some(kept) = keep.contents() else {
+                info!("{}: has no save, and is removed", path.display());
+                unused::unmark(&path);
                 forget(&mut keep, &path);
                 continue;
             };
-            restores.by_uuid.extend(members.iter().map(|uuid| (uuid.clone(), restores.dirs.len())));
-            restores.dirs.push(Dir { path, state: Content::Closed(Box::new(keep)), when, members });
+            let (names, when) = (kept.contents.devices.iter().map(|device| &device.name), kept.when);
+            let members: HashSet<String> =
+                names.filter(|uuid| uuids.contains(uuid.as_str())).cloned().collect();
+            if !members.is_empty() {
+                unused::unmark(&path);
+                restores.add(Dir { path, state: Content::Closed(Box::new(keep)), when, members });
+            } else if unused::has_expired(&path) {
+                warn!("{}: has belonged to no device for long, and is removed", path.display());
+                unused::unmark(&path);
+                forget(&mut keep, &path);
+            } else {
+                let saved = times::shown(when);
+                warn!(
+                    "{}: holds content of {saved} that belongs to no device; stays for a week",
+                    path.display()
+                );
+            }
         }
         Ok(restores)
     }
@@ -94,6 +100,24 @@ pub struct Restored {
 }
 
 impl Restores {
+    /// Of two directories with the same device the newer one has it; the other one is left as it is.
+    fn add(&mut self, dir: Dir) {
+        for uuid in &dir.members {
+            let Some(other) = self.by_uuid.get(uuid).map(|number| &self.dirs[*number]) else {
+                self.by_uuid.insert(uuid.clone(), self.dirs.len());
+                continue;
+            };
+            let is_newer = dir.when > other.when;
+            let (used, left) = if is_newer { (&dir, other) } else { (other, &dir) };
+            let (used, left) = (used.path.display(), left.path.display());
+            warn!("{left}: holds an older content of the device {uuid} than {used}, and is left alone");
+            if is_newer {
+                self.by_uuid.insert(uuid.clone(), self.dirs.len());
+            }
+        }
+        self.dirs.push(dir);
+    }
+
     /// The content of a device; nothing where none was saved.
     pub fn take(
         &mut self,

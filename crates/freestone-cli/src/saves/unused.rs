@@ -1,0 +1,97 @@
+//! Directories in `content` that belong to no device.
+//!
+//! Their content may be wanted after all: an older state was put back, or another one. So such a directory
+//! is marked by a file when a start first meets it, and removed by a start [`GRACE`] later.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use tracing::warn;
+use uuid::Uuid;
+
+/// How long content stays that belongs to no device.
+const GRACE: Duration = Duration::from_secs(7 * 24 * 60 * 60);
+/// The mark. Its time of modification says since when.
+const MARK: &str = "unused";
+
+/// Lists the directories of content. Anything else that lies there is named in the log and left alone.
+pub fn directories(content: &Path) -> io::Result<Vec<PathBuf>> {
+    let rows = match fs::read_dir(content) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        rows => rows?,
+    };
+    let mut all = Vec::new();
+    for row in rows {
+        let row = row?;
+        let name = row.file_name();
+        // Only as it would be written.
+        let is_ours = |text: &str| Uuid::parse_str(text).is_ok_and(|uuid| uuid.simple().to_string() == text);
+        if row.file_type()?.is_dir() && name.to_str().is_some_and(is_ours) {
+            all.push(row.path());
+        } else {
+            warn!("{}: is not a directory of kept content, and is left alone", row.path().display());
+        }
+    }
+    all.sort();
+    Ok(all)
+}
+
+/// Returns true if a directory has belonged to no device for so long that it is to be removed. Marks it if
+/// it has no mark yet; without a mark, or with one that cannot be read, it stays.
+pub fn has_expired(dir: &Path) -> bool {
+    let mark = dir.join(MARK);
+    let since = match fs::metadata(&mark).and_then(|meta| meta.modified()) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            File::create_new(&mark).map(|_| SystemTime::now())
+        }
+        since => since,
+    };
+    match since {
+        Ok(since) => since.elapsed().is_ok_and(|age| age >= GRACE),
+        Err(why) => {
+            warn!("{}: cannot be marked as unused, and stays: {why}", dir.display());
+            false
+        }
+    }
+}
+
+/// Removes the mark, if there is one.
+pub fn unmark(dir: &Path) {
+    match fs::remove_file(dir.join(MARK)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            warn!("{}: stays marked as unused: {error}", dir.display());
+        }
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unused_directory_expires_after_grace() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(!has_expired(dir.path()) && !has_expired(dir.path()));
+        let mark = File::options().write(true).open(dir.path().join(MARK)).unwrap();
+        mark.set_modified(SystemTime::now() - GRACE).unwrap();
+        assert!(has_expired(dir.path()));
+        unmark(dir.path());
+        assert!(!has_expired(dir.path()));
+    }
+
+    #[test]
+    fn foreign_names_are_not_listed() {
+        let dir = tempfile::tempdir().unwrap();
+        let own = dir.path().join("0123456789abcdef0123456789abcdef");
+        for name in ["backup", "0123456789ABCDEF0123456789abcdef", "01234567-89ab-cdef-0123-456789abcdef"] {
+            fs::create_dir(dir.path().join(name)).unwrap();
+        }
+        fs::create_dir(&own).unwrap();
+        fs::write(dir.path().join("fedcba9876543210fedcba9876543210"), "a file").unwrap();
+        assert_eq!(directories(dir.path()).unwrap(), [own]);
+        assert!(directories(&dir.path().join("none")).unwrap().is_empty());
+    }
+}
