@@ -407,6 +407,20 @@ impl Plan<'_> {
         }
         let live = service.exports.wanted(name);
         let known = service.declarations.of(name);
+        // What is absent is tried again anyhow, if it is asked for as before.
+        let absent = service.exports.absent.seen(name);
+        let is_asked = |is: &Wanted, asked: &Wanted| {
+            let place = if is.place.has_chosen_port_of(&asked.place) { &is.place } else { &asked.place };
+            let read_only = asked.read_only || entry.is_read_only();
+            Wanted { place: place.clone(), read_only, ..asked.clone() } == *is
+        };
+        for (export, declared) in &absent.exports {
+            let is_other = |asked: &Wanted| asked.place.is(&export.place);
+            let goes = *declared || self.extent.prune || device.exports.iter().any(is_other);
+            if goes && !device.exports.iter().any(|asked| is_asked(export, asked)) {
+                changes.push(Change::Hide(name.to_owned(), export.place.clone()));
+            }
+        }
         let is_shown = |wanted: &Wanted| {
             let read_only = wanted.read_only || entry.is_read_only();
             let at = |place: &Place| live.iter().any(|is| is.place.is(place) && is.read_only == read_only);
@@ -431,7 +445,7 @@ impl Plan<'_> {
         let at_home = home.iter().filter(|address| service.exports.is_at(name, address));
         let at_home: Vec<_> = at_home.cloned().collect();
         let belongs = service.belongs_at_home(device.spec.publish, entry);
-        if belongs && at_home.len() < home.len() {
+        if belongs && at_home.len() < home.len() && !absent.home {
             changes.push(Change::ShowHome(name.to_owned()));
         } else if !belongs {
             changes.extend(at_home.into_iter().map(|at| Change::Hide(name.to_owned(), Place::Nbd(at))));
@@ -445,7 +459,8 @@ impl Plan<'_> {
                 changes.push(Change::Limit(name.to_owned(), is.place.clone(), wanted.clone()));
             }
         }
-        let missing = device.exports.iter().filter(|wanted| !is_shown(wanted));
+        let is_absent = |wanted: &&Wanted| absent.exports.iter().any(|(export, _)| is_asked(export, wanted));
+        let missing = device.exports.iter().filter(|wanted| !is_shown(wanted) && !is_absent(wanted));
         changes.extend(missing.map(|wanted| Change::Show(name.to_owned(), wanted.clone())));
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! Where devices are to be seen: at NBD addresses, each with any number of devices, and as exports of
 //! one device alone.
 
+mod absent;
 mod limits;
 mod lists;
 mod refused;
@@ -24,6 +25,8 @@ use freestone_ublk as ublk;
 use freestone_vhost_user as vhost_user;
 use tracing::warn;
 
+pub use self::absent::Absent;
+use self::absent::AllAbsent;
 use self::limits::AllLimited;
 use crate::alone::{Alone, Shown, end_all};
 use crate::claims::{Claim, Claims};
@@ -63,6 +66,8 @@ pub struct Exports {
     alone: Mutex<HashMap<String, Vec<Arc<Alone>>>>,
     /// What they let through.
     limited: AllLimited,
+    /// Those of the state that cannot be shown now.
+    pub absent: AllAbsent,
 }
 
 /// Where the NBD server listens.
@@ -94,6 +99,7 @@ impl Exports {
             addresses: Mutex::default(),
             alone: Mutex::default(),
             limited: AllLimited::default(),
+            absent: AllAbsent::default(),
         }
     }
 
@@ -221,6 +227,7 @@ impl Exports {
                 self.publish(claim, entry, &address, false, None, LimitSpec::default())?;
             }
         }
+        self.absent.remove(entry.name(), None);
         Ok(())
     }
 
@@ -408,13 +415,15 @@ impl Exports {
         let (read_only, allow, limits) = (*read_only, allow.as_ref(), *limits);
         let checked = place.check_limits(&limits);
         checked.map_err(|why| Fault::invalid(format!("{}: publish: {why}", entry.name())))?;
-        Ok(match place {
+        let shown = match place {
             Place::Nbd(at) => Shown::Nbd(self.publish(claim, entry, at, read_only, allow, limits)?),
             Place::VhostUser(path) => {
                 Shown::Alone(self.publish_vhost_user(claim, entry, path, read_only, allow, limits)?)
             }
             Place::Ublk(queues) => Shown::Alone(self.publish_ublk(claim, entry, *queues, read_only, limits)?),
-        })
+        };
+        self.absent.remove(entry.name(), Some(place));
+        Ok(shown)
     }
 
     /// Takes one of these away.
@@ -434,6 +443,9 @@ impl Exports {
     /// Takes a device off one place.
     pub fn hide_at(&self, _: &Claim<'_>, entry: &Entry, place: &Place, force: bool) -> Result<(), Fault> {
         let name = entry.name();
+        if self.absent.remove(name, Some(place)) {
+            return Ok(());
+        }
         // Connections wait for their answers.
         let _now = force.then(|| self.no_waiting(entry));
         if let Place::Nbd(address) = place {
@@ -486,6 +498,7 @@ impl Exports {
         drop(held);
         end_all(&alone, END_GRACE);
         self.limited.forget_all(name);
+        self.absent.forget(name);
         Ok(connections)
     }
 

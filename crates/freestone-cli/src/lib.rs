@@ -1,6 +1,7 @@
 //! The program `freestone`: serves devices over NBD and controls a running server.
 
 mod access;
+mod again;
 mod allow;
 mod alone;
 mod announce;

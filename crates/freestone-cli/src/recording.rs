@@ -22,6 +22,8 @@ use crate::service::Service;
 pub struct Recording<'a> {
     service: &'a Service,
     names: Vec<String>,
+    /// Devices that could not be made again are forgotten, too.
+    forgets_missing: bool,
     change: Option<(&'a State, Change<'a>)>,
 }
 
@@ -29,12 +31,12 @@ impl<'a> Recording<'a> {
     /// A verb is about to change these devices, which it has claimed.
     pub fn begin(service: &'a Service, _: &Claim<'_>, verb: &str, names: &[&str]) -> Result<Self, Fault> {
         let Some(state) = service.records.state() else {
-            return Ok(Self { service, names: Vec::new(), change: None });
+            return Ok(Self { service, names: Vec::new(), forgets_missing: false, change: None });
         };
         service.records.enter(names)?;
         let names = names.iter().map(|name| (*name).to_owned()).collect();
         // From here on it leaves when it is dropped.
-        let mut begun = Self { service, names, change: None };
+        let mut begun = Self { service, names, forgets_missing: false, change: None };
         let all: Vec<&str> = begun.names.iter().map(String::as_str).collect();
         begun.change = Some((state, state.begin(verb, &all).map_err(|error| refused(&error))?));
         Ok(begun)
@@ -44,19 +46,23 @@ impl<'a> Recording<'a> {
     pub fn commit(mut self) -> Result<(), Fault> {
         let Some((state, mut change)) = self.change.take() else { return Ok(()) };
         let (service, names) = (self.service, &self.names);
+        let mut found = Vec::new();
         for name in names {
             let old = state.find(name);
             match (service.registry.find(name).filter(|entry| entry.template.is_none()), old) {
                 (Some(entry), old) => {
-                    service.records.found(name);
+                    found.push(name);
                     let now = device(service, &entry, &seen(service, name));
                     if old.as_ref() != Some(&now) {
                         change.put(now);
                     }
                 }
                 // It is as little there as before.
-                (None, Some(_)) if service.records.why_missing(name).is_some() => {}
-                (None, Some(_)) => change.gone(name),
+                (None, Some(_)) if !self.forgets_missing && service.records.why_missing(name).is_some() => {}
+                (None, Some(_)) => {
+                    found.push(name);
+                    change.gone(name);
+                }
                 (None, None) => {}
             }
         }
@@ -64,15 +70,20 @@ impl<'a> Recording<'a> {
         if service.records.is_over() {
             return Err(too_late(&names.join(", ")));
         }
-        change.commit().map_err(|error| refused(&error))
+        change.commit().map_err(|error| refused(&error))?;
+        // Not before: a save must not go over the content of a device that stays in the state.
+        for name in found {
+            service.records.found(name);
+            if self.forgets_missing {
+                service.exports.defaults.release(name);
+            }
+        }
+        Ok(())
     }
 
-    /// Devices that could not be made again are forgotten, too.
-    pub fn forget_missing(&self) {
-        for name in &self.names {
-            self.service.records.found(name);
-            self.service.exports.defaults.release(name);
-        }
+    /// Has [`commit`](Self::commit) also forget devices that could not be made again.
+    pub fn forget_missing(&mut self) {
+        self.forgets_missing = true;
     }
 }
 
@@ -95,8 +106,10 @@ pub fn seen(service: &Service, name: &str) -> Seen {
         let declared = is_declared(&wanted.place);
         (wanted, declared)
     };
-    let exports = service.exports.wanted(name).into_iter().map(with).collect();
-    Seen { home: service.exports.is_at_home(name), exports }
+    // What cannot be shown now stays.
+    let absent = service.exports.absent.seen(name);
+    let exports = service.exports.wanted(name).into_iter().map(with).chain(absent.exports).collect();
+    Seen { home: absent.home || service.exports.is_at_home(name), exports }
 }
 
 /// What is to be known of a device after the next start.

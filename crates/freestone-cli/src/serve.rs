@@ -9,14 +9,14 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::{self, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
 use freestone::replace;
-use freestone_nbd::Address;
+use freestone_nbd::{Access, Address};
 use freestone_spec::config;
 use freestone_spec::machine::keep_large_blocks_apart;
 use signal_hook::consts::SIGTERM;
@@ -29,6 +29,7 @@ use crate::announce::{announce, run_command};
 use crate::apply;
 use crate::control::server::ControlServer;
 use crate::control::socket::{PrivateSocket, SocketPath};
+use crate::declared::Declared;
 use crate::ending::{self, Closing};
 use crate::handshake::HandshakeArgs;
 use crate::http::HttpServer;
@@ -40,7 +41,7 @@ use crate::service::Service;
 use crate::single;
 use crate::start::{self, Begun};
 use crate::started_by::{self, Pidfile};
-use crate::state_args::StateArgs;
+use crate::state_args::{Asked, StateArgs};
 use crate::tls::TlsArgs;
 use crate::until::{self, Ended, Event, Events};
 use crate::verbs;
@@ -185,39 +186,25 @@ impl Running {
             pidfile: None,
             private,
         };
-        {
-            let known = asked.as_ref().map(|asked| start::open(&service, asked, &devices)).transpose()?;
-            let known = known.filter(|topology| topology.devices().next().is_some());
-            let is_applied = asked.as_ref().is_some_and(|asked| asked.apply);
-            let (begun, changes) = match known {
-                Some(topology) => (start::of_state(&service, &topology)?, is_applied.then_some(devices)),
-                None => (start::of_words(&service, devices)?, None),
-            };
-            // All snapshots are open, and nobody sees an origin yet.
-            for entry in service.registry.all() {
-                entry.kind.begin_merge(&entry, &service.registry)?;
-            }
-            start::keep(&service, &begun)?;
-            for address in &addresses {
-                if let Address::Unix(path) = service.exports.listen_home(address)? {
-                    let socket =
-                        SocketPath::adopt(&path).with_context(|| format!("{}: is gone", path.display()))?;
-                    running.sockets.push(socket);
-                }
-            }
-            for socket in sockets {
-                service.exports.adopt_home(socket)?;
-            }
-            if begun.iter().any(Begun::is_block_device) {
-                remove_left_behind();
-            }
-            start::show(&service, &begun)?;
-            if let (Some(devices), Some(asked)) = (changes, &asked) {
-                start::bring_in(&service, &devices, asked.has_file)?;
+        let known = asked.as_ref().map(|asked| start::open(&service, asked, &devices)).transpose()?;
+        let known = known.filter(|topology| topology.devices().next().is_some());
+        let is_applied = asked.as_ref().is_some_and(|asked| asked.apply);
+        let of_state = known.is_some();
+        let (mut begun, changes) = match known {
+            Some(topology) => (start::of_state(&service, &topology)?, is_applied.then_some(devices)),
+            None => (start::of_words(&service, devices)?, None),
+        };
+        // What may fail comes first: then the state says that its devices go on, and clients see them.
+        for address in &addresses {
+            if let Address::Unix(path) = service.exports.listen_home(address)? {
+                let socket =
+                    SocketPath::adopt(&path).with_context(|| format!("{}: is gone", path.display()))?;
+                running.sockets.push(socket);
             }
         }
-        Saves::run(&service).context("cannot start the thread that saves")?;
-        tell_left(&service);
+        for socket in sockets {
+            service.exports.adopt_home(socket)?;
+        }
         if let Some(MetricsOf { at, forks }) = metrics {
             let server = HttpServer::start(at, MetricsSite::new(&service, forks))?;
             let _ = service.metrics_url.set(server.url().to_owned());
@@ -228,17 +215,58 @@ impl Running {
             let _ = service.http_url.set(server.url().to_owned());
             running.http.push(server);
         }
-        if let Some(control) = &control_read_only {
-            let socket = PrivateSocket::bind(control, &read_only_access)?;
-            let answers = Arc::new(verbs::ReadOnly(Arc::clone(&service)));
-            running.controls.push(Arc::new(ControlServer::start_read_only(socket, answers)?));
+        Saves::run(&service).context("cannot start the thread that saves")?;
+        if begun.iter().any(Begun::is_block_device) {
+            remove_left_behind();
         }
-        // Last of all: where it is, all is ready.
-        if let Some(control) = &control {
-            let socket = PrivateSocket::bind(control, &control_access)?;
-            running.controls.push(Arc::new(ControlServer::start(socket, service)?));
+        if of_state {
+            start::merge(&service, &mut begun);
+            start::keep(&service, &mut begun);
+        } else {
+            start::show_new(&service, &begun)?;
+        }
+        let shown = running.show(&begun, of_state, changes.zip(asked), &control_access, &read_only_access);
+        if let Err(error) = shown {
+            // The devices have gone on: they end in order, too.
+            let (events, _) = mpsc::channel();
+            if let Ok(ended) = running.shutdown(events) {
+                // It has logged what went wrong.
+                let _ = ended.join();
+            }
+            return Err(error);
         }
         Ok(running)
+    }
+
+    /// Shows the devices of a state, makes the changes that were asked for, and then serves the control
+    /// sockets.
+    fn show(
+        &mut self,
+        begun: &[Begun],
+        of_state: bool,
+        changes: Option<(Vec<Declared>, Asked)>,
+        control_access: &Access,
+        read_only_access: &Access,
+    ) -> Result<()> {
+        let service = &self.service;
+        if of_state {
+            start::show(service, begun)?;
+        }
+        if let Some((devices, asked)) = changes {
+            start::bring_in(service, &devices, asked.has_file)?;
+        }
+        tell_left(service);
+        if let Some(control) = service.control_read_only.get() {
+            let socket = PrivateSocket::bind(control, read_only_access)?;
+            let answers = Arc::new(verbs::ReadOnly(Arc::clone(service)));
+            self.controls.push(Arc::new(ControlServer::start_read_only(socket, answers)?));
+        }
+        // Last of all: where it is, all is ready.
+        if let Some(control) = service.control.get() {
+            let socket = PrivateSocket::bind(control, control_access)?;
+            self.controls.push(Arc::new(ControlServer::start(socket, Arc::clone(service) as _)?));
+        }
+        Ok(())
     }
 
     /// Ends it with grace, in the background; `events` hears when that is done. Then [`Drop`] has

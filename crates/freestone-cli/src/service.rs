@@ -21,10 +21,10 @@ use crate::claims::{Claim, Claims};
 use crate::control::protocol::Fault;
 use crate::declarations::Declarations;
 use crate::ending::Leaving;
-use crate::exports::{Exports, check_own};
+use crate::exports::{Absent, Exports, check_own};
 use crate::job::Jobs;
 use crate::metrics::rates::Rates;
-use crate::places::{Place, Seen};
+use crate::places::{Place, Seen, Wanted};
 use crate::records::{self, Records};
 use crate::saves::{self, Saves};
 use crate::tls::Tls;
@@ -224,17 +224,41 @@ impl Service {
         if seen.home {
             self.exports.publish_home(claim, entry)?;
         }
-        for (wanted, declared) in &seen.exports {
-            if let Place::Nbd(at) = &wanted.place
-                && self.exports.is_at(entry.name(), at)
-            {
-                // It is an address of the server now.
-                continue;
-            }
-            let shown = self.exports.show_at(claim, entry, wanted)?;
-            if *declared {
-                self.declarations.declare_export(entry.name(), wanted, &shown);
-            }
+        seen.exports.iter().try_for_each(|export| self.show_one(claim, entry, export))
+    }
+
+    /// Shows a device wherever that is possible. Returns the exports that are not there.
+    pub fn show_each(&self, claim: &Claim<'_>, entry: &Arc<Entry>, seen: &Seen) -> Vec<Absent> {
+        let home = if seen.home { self.exports.publish_home(claim, entry) } else { Ok(()) };
+        let absent = |export, fault: Fault| {
+            let prefix = format!("{}: ", entry.name());
+            let why = fault.message.strip_prefix(&prefix).unwrap_or(&fault.message).to_owned();
+            Absent { export, why }
+        };
+        let home = home.err().map(|fault| absent(None, fault));
+        let each = seen.exports.iter().filter_map(|export| {
+            let fault = self.show_one(claim, entry, export).err()?;
+            Some(absent(Some(export.clone()), fault))
+        });
+        home.into_iter().chain(each).collect()
+    }
+
+    fn show_one(
+        &self,
+        claim: &Claim<'_>,
+        entry: &Arc<Entry>,
+        (wanted, declared): &(Wanted, bool),
+    ) -> Result<(), Fault> {
+        if let Place::Nbd(at) = &wanted.place
+            && self.exports.is_at(entry.name(), at)
+        {
+            // It is an address of the server now, or was published meanwhile.
+            self.exports.absent.remove(entry.name(), Some(&wanted.place));
+            return Ok(());
+        }
+        let shown = self.exports.show_at(claim, entry, wanted)?;
+        if *declared {
+            self.declarations.declare_export(entry.name(), wanted, &shown);
         }
         Ok(())
     }

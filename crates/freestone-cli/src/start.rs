@@ -15,7 +15,9 @@ use freestone_state::{Device, State, Topology};
 use tracing::{error, info, warn};
 use uuid::Uuid;
 
+use crate::again;
 use crate::apply::{self, Extent};
+use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::declared::{self, Declared};
 use crate::paths::parse_address;
@@ -257,15 +259,81 @@ fn places(device: &Device) -> Seen {
     seen
 }
 
-/// Keeps what is there now, and where it is to be seen, before anybody sees it.
-pub fn keep(service: &Service, begun: &[Begun]) -> Result<(), Fault> {
+/// Begins the merges of a state, or goes on with them. If one cannot, its origin and snapshot are withheld.
+pub fn merge(service: &Service, begun: &mut [Begun]) {
+    let mut withheld = HashSet::new();
+    for Begun { entry, .. } in &*begun {
+        if let Err(refusal) = entry.kind.begin_merge(entry, &service.registry) {
+            error!("{}; it and its origin are withheld", refusal.sentence);
+            withheld.insert(entry.name().to_owned());
+            withheld.extend(entry.spec.kind.below().map(str::to_owned));
+        }
+    }
+    withhold(service, begun, |name| withheld.contains(name));
+}
+
+/// Withholds devices that would be seen otherwise.
+fn withhold(service: &Service, begun: &mut [Begun], is_one: impl Fn(&str) -> bool) {
+    for Begun { entry, seen } in begun {
+        let name = entry.name();
+        if is_one(name) && !service.withheld.has(name) {
+            service.withheld.put(name, mem::take(seen));
+        }
+    }
+}
+
+/// Commits that the devices of a state go on, and where they are to be seen, directly before clients see
+/// them.
+///
+/// If that fails, devices are withheld whose content the state calls exact: it would do so after a crash.
+pub fn keep(service: &Service, begun: &mut [Begun]) {
     let seen =
         |device: &Begun| service.withheld.of(device.entry.name()).unwrap_or_else(|| device.seen.clone());
+    let kept = recording::put(service, begun.iter().map(|device| (&*device.entry, seen(device))));
+    if let Err(fault) = kept {
+        error!("{}; devices with the content of an orderly end are withheld", fault.message);
+        let is_exact = |device: Device| device.saved.is_some();
+        withhold(service, begun, |name| {
+            service.records.state().and_then(|state| state.find(name)).is_some_and(is_exact)
+        });
+    }
+}
+
+/// Shows the devices that were asked for, and has the state keep them.
+pub fn show_new(service: &Service, begun: &[Begun]) -> Result<(), Fault> {
+    for Begun { entry, .. } in begun {
+        entry.kind.begin_merge(entry, &service.registry)?;
+    }
+    show_with(service, begun, |claim, entry, seen| service.show(claim, entry, seen))?;
+    let seen = |device: &Begun| recording::seen(service, device.entry.name());
     recording::put(service, begun.iter().map(|device| (&*device.entry, seen(device))))
 }
 
-/// Shows the devices.
-pub fn show(service: &Service, begun: &[Begun]) -> Result<(), Fault> {
+/// Shows the devices of a state. Exports that cannot be shown now are tried again later.
+pub fn show(service: &Arc<Service>, begun: &[Begun]) -> Result<(), Fault> {
+    show_with(service, begun, |claim, entry, seen| {
+        again::show(service, claim, entry, seen);
+        Ok(())
+    })?;
+    again::begin(service);
+    // Ports that were chosen.
+    let chosen = begun.iter().filter(|device| recording::differs(service, &device.entry));
+    let chosen: Vec<_> = chosen.map(|device| device.entry.name()).collect();
+    if !chosen.is_empty() {
+        let claim = service.claim_all("serve", &chosen)?;
+        let committed = Recording::begin(service, &claim, "serve", &chosen).and_then(Recording::commit);
+        if let Err(fault) = committed {
+            error!("ports that were chosen are others at the next start: {}", fault.message);
+        }
+    }
+    Ok(())
+}
+
+fn show_with(
+    service: &Service,
+    begun: &[Begun],
+    show: impl Fn(&Claim<'_>, &Arc<Entry>, &Seen) -> Result<(), Fault>,
+) -> Result<(), Fault> {
     let home = service.exports.home();
     // A list is of an address: a state in which devices say otherwise of one, or of what is the server's
     // now, holds up nobody.
@@ -287,14 +355,7 @@ pub fn show(service: &Service, begun: &[Begun]) -> Result<(), Fault> {
                 wanted.allow = lists.get(at).filter(|_| !home.contains(at)).cloned();
             }
         }
-        service.show(&claim, entry, &seen)?;
-    }
-    // Ports that were chosen.
-    let chosen = begun.iter().filter(|device| recording::differs(service, &device.entry));
-    let chosen: Vec<_> = chosen.map(|device| device.entry.name()).collect();
-    if !chosen.is_empty() {
-        let claim = service.claim_all("serve", &chosen)?;
-        Recording::begin(service, &claim, "serve", &chosen)?.commit()?;
+        show(&claim, entry, &seen)?;
     }
     Ok(())
 }

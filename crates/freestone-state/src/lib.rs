@@ -24,8 +24,8 @@
 //! | `{"gone": N, "name": ..}` | it removes a device |
 //! | `{"end": N}` | it is committed |
 //!
-//! After an error of the disk nobody knows what the file holds. It is replaced by a new one, with the devices
-//! and the changes that have begun, before anything more is answered; until that succeeds changes fail.
+//! After an error of the disk the content of the file is unknown. Before anything more is answered, the state
+//! replaces the file by one with the devices and the changes that have begun. Until that succeeds, changes fail.
 //!
 //! A line that is not whole ends the file where nothing that is whole and comes later says that it was
 //! durable: a crash has cut it off. Otherwise the file is damaged, and is not used.
@@ -37,5 +37,6 @@ mod state;
 mod topology;
 
 pub use self::error::StateError;
-pub use self::state::{Change, State, Unfinished};
+pub use self::log::Unfinished;
+pub use self::state::{Change, State};
 pub use self::topology::{Device, Export, Topology};

@@ -1,8 +1,8 @@
 //! The file `topology`, and the devices that it lists.
 //!
 //! A [`Log`] appends lines, and replaces the whole file when most of it is past or when an earlier write
-//! failed. It opens the directory once, so that only a sync of an open descriptor can fail after a rename.
-//! [`State`](crate::State) owns it, and holds its lock around every call.
+//! failed. The directory is opened once, so that only a sync of an open descriptor can fail after a rename.
+//! [`State`](crate::State) owns the log, and holds a lock around every call.
 //!
 //! After a failed sync, or a rename whose effect is not known, the file is *unknown*: nothing is appended
 //! until the file has been replaced and is durable.
@@ -29,12 +29,21 @@ const NEW: &str = "topology.new";
 const MAX_BYTES: u64 = 1 << 30;
 /// Smallest file, in bytes, that is replaced to shrink it.
 pub const REWRITE_BYTES: u64 = 4 << 20;
-/// The file is replaced if that shrinks it to 1/REWRITE_PART of its size.
+/// The file is replaced if that shrinks it to `1/REWRITE_PART` of its size.
 const REWRITE_PART: u64 = 4;
 /// Bytes reserved on the disk before a change takes effect, beside [`DEVICE_BYTES`] for each of its devices
 /// and a copy of all devices, which the next start may have to write.
 const ROOM_BYTES: u64 = 128 << 10;
 const DEVICE_BYTES: u64 = 1 << 10;
+
+/// A verb that had begun when the server ended. What it was to change is as before.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unfinished {
+    /// The verb.
+    pub verb: String,
+    /// The devices.
+    pub names: Vec<String>,
+}
 
 /// A change that has begun and is not durable yet.
 #[derive(Debug)]
@@ -64,7 +73,7 @@ pub struct Log {
     synced: u64,
     /// Bytes reserved on the disk.
     room: u64,
-    /// Appends so far, and how many of them are durable.
+    /// Number of appends, and number of durable ones.
     written: u64,
     durable: u64,
     /// Nobody knows what the file holds.
@@ -78,7 +87,7 @@ pub struct Log {
     pub is_syncing: bool,
 }
 
-/// A sync of the file that is to be done without the lock.
+/// A sync of the file, for a thread that does not hold the lock.
 pub struct Sync {
     file: Arc<File>,
     written: u64,
@@ -98,7 +107,7 @@ impl Log {
     ///
     /// # Errors
     /// [`StateError`]: the file is left as it is.
-    pub fn open(dir_path: &Path) -> Result<(Self, Vec<(String, Vec<String>)>), StateError> {
+    pub fn open(dir_path: &Path) -> Result<(Self, Vec<Unfinished>), StateError> {
         let of_dir = |error: io::Error| StateError::Directory(dir_path.to_owned(), error);
         let path = dir_path.join(TOPOLOGY);
         let dir = File::open(dir_path).map_err(of_dir)?;
@@ -142,7 +151,10 @@ impl Log {
             tracing::warn!("{}: cannot be replaced, and goes on as it is: {error}", log.path.display());
             log.is_unknown |= is_cut && log.file.set_len(bytes).is_err();
         }
-        Ok((log, unfinished))
+        // For the next start. Without it a start on a full disk may fail, and this one goes on.
+        let _ = log.reserve(0);
+        let unfinished = unfinished.into_iter().map(|(verb, names)| Unfinished { verb, names });
+        Ok((log, unfinished.collect()))
     }
 
     pub fn topology(&self) -> &Topology {
@@ -151,7 +163,7 @@ impl Log {
 
     // ---- changes --------------------------------------------------------------------------------
 
-    /// Reserves room for a change of so many devices, so that it can be committed once it has taken effect.
+    /// Reserves room for a change of `devices` devices, so that a change that has taken effect can be committed.
     pub fn reserve(&mut self, devices: usize) -> io::Result<()> {
         self.settle()?;
         let wanted = self.bytes + ROOM_BYTES + devices as u64 * DEVICE_BYTES;
@@ -185,11 +197,11 @@ impl Log {
         Ok(number)
     }
 
-    /// Writes the end of a change. It is applied once it is durable.
-    pub fn end(&mut self, number: u64, lines: Vec<Line>) -> io::Result<()> {
+    /// Writes the end of a change. [`apply`](Self::apply) follows once the end is durable.
+    pub fn end(&mut self, number: u64, lines: &[Line]) -> io::Result<()> {
         let Some(pending) = self.pending.get_mut(&number) else { return Ok(()) };
-        pending.lines.clone_from(&lines);
-        self.append(&lines).inspect_err(|_| {
+        pending.lines = lines.to_vec();
+        self.append(lines).inspect_err(|_| {
             if !self.is_unknown
                 && let Some(pending) = self.pending.get_mut(&number)
             {
@@ -199,7 +211,7 @@ impl Log {
         })
     }
 
-    /// The end of a change is durable.
+    /// Applies a change whose end is durable.
     pub fn apply(&mut self, number: u64) {
         for line in self.pending.remove(&number).into_iter().flat_map(|pending| pending.lines) {
             match line {
@@ -210,14 +222,14 @@ impl Log {
         }
     }
 
-    /// A change is given up, or its end could not be written: the next file is without it.
+    /// Drops a change that is not made, or whose end could not be written, from the next file.
     pub fn give_up(&mut self, number: u64) {
         let Some(pending) = self.pending.remove(&number) else { return };
         if pending.lines.is_empty() && !self.is_unknown {
             // An end without a change, which needs not be durable.
             let _ = self.append(&[Line::End { end: number }]);
         } else {
-            // Its lines may be in the file.
+            // The lines may be in the file.
             self.is_unknown = true;
         }
     }
@@ -242,7 +254,7 @@ impl Log {
 
     // ---- durability -----------------------------------------------------------------------------
 
-    /// Returns how many appends there are: with so many durable, all that is in the file now is.
+    /// Returns the number of appends so far.
     pub fn written(&self) -> u64 {
         self.written
     }
@@ -260,7 +272,7 @@ impl Log {
         Sync { file: Arc::clone(&self.file), written: self.written, bytes: self.bytes }
     }
 
-    /// Notes what became of a sync. One of a file that was replaced meanwhile says nothing.
+    /// Notes the result of a sync. The result for a file that was replaced meanwhile is ignored.
     pub fn synced(&mut self, sync: &Sync, done: io::Result<()>) {
         if !Arc::ptr_eq(&sync.file, &self.file) {
             return;
@@ -290,7 +302,8 @@ impl Log {
         }
     }
 
-    /// Replaces the file by one with the devices and all pending changes. It is durable when this returns.
+    /// Replaces the file by one with the devices and all pending changes. The new file is durable when this
+    /// returns.
     ///
     /// # Errors
     /// Before the rename the old file stays the current one; after it the file is unknown.

@@ -11,24 +11,15 @@ use rustix::io::Errno;
 
 use crate::error::StateError;
 use crate::lines::Line;
-use crate::log::{Log, TOPOLOGY};
+use crate::log::{Log, TOPOLOGY, Unfinished};
 use crate::topology::{Device, Topology};
 
 const LOCK: &str = "lock";
 
-/// A verb that had begun when the server ended. What it was to change is as before.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Unfinished {
-    /// The verb.
-    pub verb: String,
-    /// The devices.
-    pub names: Vec<String>,
-}
-
 /// The state of a server. The directory is locked while this lives.
 ///
-/// `log` is locked while lines are written and while the file is replaced. It is not locked while the disk is
-/// waited for: one thread syncs what all have written until then, and the others wait at `synced`.
+/// `log` is locked while lines are written and while the file is replaced, but not during a sync: one thread
+/// syncs the lines that all threads have written until then, and the others wait at `synced`.
 #[derive(Debug)]
 pub struct State {
     dir: PathBuf,
@@ -64,8 +55,7 @@ impl State {
         }
         let (log, unfinished) = Log::open(dir)?;
         let state = Self { dir: dir.to_owned(), log: Mutex::new(log), synced: Condvar::new(), _lock: lock };
-        let unfinished = unfinished.into_iter().map(|(verb, names)| Unfinished { verb, names });
-        Ok((state, unfinished.collect()))
+        Ok((state, unfinished))
     }
 
     /// Returns the directory.
@@ -78,7 +68,7 @@ impl State {
         self.log().topology().clone()
     }
 
-    /// Returns one of them.
+    /// Returns the device of that name.
     pub fn find(&self, name: &str) -> Option<Device> {
         self.log().topology().find(name).cloned()
     }
@@ -104,7 +94,7 @@ impl State {
         Ok(change)
     }
 
-    /// Commits devices in one step. What the disk has reserved is enough for all devices of the state once.
+    /// Commits devices in one step. The reserve on the disk is enough for one record of each device.
     ///
     /// # Errors
     /// As [`begin`](Self::begin).
@@ -117,15 +107,17 @@ impl State {
         for device in devices {
             change.put(device);
         }
-        change.commit()
+        change.commit()?;
+        // For the next time. The change does not depend on it.
+        let _ = self.log().reserve(0);
+        Ok(())
     }
 
     fn failed(&self, error: io::Error) -> StateError {
         StateError::Write(self.dir.join(TOPOLOGY), error)
     }
 
-    /// Waits until all that is written now is durable. One thread waits for the disk, for all that has come
-    /// until then. If that fails, the file is replaced.
+    /// Waits until all lines written so far are durable. If a sync fails, the file is replaced.
     fn wait_durable<'a>(
         &'a self,
         mut log: MutexGuard<'a, Log>,
@@ -175,7 +167,7 @@ impl Change<'_> {
         let mut lines = std::mem::take(&mut self.lines);
         lines.push(Line::End { end: number });
         let mut log = state.log();
-        let (mut log, done) = match log.end(number, lines) {
+        let (mut log, done) = match log.end(number, &lines) {
             Ok(()) => state.wait_durable(log),
             Err(error) => (log, Err(state.failed(error))),
         };
@@ -193,7 +185,7 @@ impl Change<'_> {
 
 impl Drop for Change<'_> {
     fn drop(&mut self) {
-        // One that was committed is not there any more.
+        // Does nothing after a commit.
         self.state.log().give_up(self.number);
     }
 }

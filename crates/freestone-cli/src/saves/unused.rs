@@ -13,7 +13,7 @@ use uuid::Uuid;
 
 /// How long content stays that belongs to no device.
 const GRACE: Duration = Duration::from_secs(7 * 24 * 60 * 60);
-/// The mark. Its time of modification says since when.
+/// Name of the mark. The modification time is that of the first start that found the directory unused.
 const MARK: &str = "unused";
 
 /// Lists the directories of content. Anything else that lies there is named in the log and left alone.
@@ -38,8 +38,8 @@ pub fn directories(content: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(all)
 }
 
-/// Returns true if a directory has belonged to no device for so long that it is to be removed. Marks it if
-/// it has no mark yet; without a mark, or with one that cannot be read, it stays.
+/// Returns true if a directory has belonged to no device for [`GRACE`]. Marks a directory without a mark.
+/// If the mark cannot be read or made, the directory stays.
 pub fn has_expired(dir: &Path) -> bool {
     let mark = dir.join(MARK);
     let since = match fs::metadata(&mark).and_then(|meta| meta.modified()) {

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::Verb;
 use super::pattern::Pattern;
 use super::table::write_table;
+use crate::again;
 use crate::control::protocol::Fault;
 use crate::exports::Export;
 use crate::job::Progress;
@@ -108,6 +109,17 @@ pub struct Row {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     same_pages: Option<u64>,
     exports: Vec<Export>,
+    /// Exports of the state that cannot be published now.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    absent_exports: Vec<AbsentExport>,
+}
+
+/// An export that is tried again until it is there.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct AbsentExport {
+    /// Where it is to be.
+    address: String,
+    why: String,
 }
 
 /// What became of a file that is only read.
@@ -149,9 +161,16 @@ impl Verb for List {
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
         let rows: Vec<_> = reply.devices.iter().map(cells).collect();
         write_table(HEADER, &TEXT_COLUMNS, &rows, out)?;
-        for Row { name, content_of, .. } in &reply.devices {
+        for Row { name, content_of, absent_exports, .. } in &reply.devices {
             if let Some(when) = content_of {
                 writeln!(out, "{name}: has the content of {when}; what came later ended with the server")?;
+            }
+            for AbsentExport { address, why } in absent_exports {
+                let pause = again::PAUSE.as_secs();
+                writeln!(
+                    out,
+                    "{name}: not published at {address}: {why}; it is tried again every {pause} s"
+                )?;
             }
         }
         reply.missing.iter().try_for_each(|Missing { name, why }| {
@@ -212,7 +231,13 @@ pub fn row(entry: &Entry, service: &Service) -> Row {
         mem_used_max: stat.map(|stat| stat.mem_used_max),
         same_pages: stat.map(|stat| stat.same_pages),
         exports: service.exports.of(entry.name()),
+        absent_exports: absent_exports(entry, service),
     }
+}
+
+fn absent_exports(entry: &Entry, service: &Service) -> Vec<AbsentExport> {
+    let all = service.exports.absent.of(entry.name()).into_iter();
+    all.map(|absent| AbsentExport { address: absent.place(), why: absent.why }).collect()
 }
 
 fn cells(row: &Row) -> [String; HEADER.len()] {

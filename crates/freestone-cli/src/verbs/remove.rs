@@ -78,7 +78,7 @@ impl Verb for Remove {
         let name = params.name;
         let claim = service.claim(Self::METHOD, &name)?;
         if service.registry.find(&name).is_none() && service.records.why_missing(&name).is_some() {
-            let recording = Recording::begin(service, &claim, Self::METHOD, &[&name])?;
+            let mut recording = Recording::begin(service, &claim, Self::METHOD, &[&name])?;
             recording.forget_missing();
             recording.commit()?;
             return Ok(Reply { name, connections_ended: 0 });

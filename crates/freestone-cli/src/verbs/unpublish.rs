@@ -44,7 +44,9 @@ impl Verb for Unpublish {
         let name = params.name;
         let claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
-        if service.exports.of(&name).is_empty() && !service.withheld.has(&name) {
+        let is_published =
+            !service.exports.of(&name).is_empty() || !service.exports.absent.of(&name).is_empty();
+        if !is_published && !service.withheld.has(&name) {
             return Err(Fault::failed(Errno::EINVAL, format!("{name}: not published")));
         }
         let recording = Recording::begin(service, &claim, Self::METHOD, &[&name])?;

@@ -24,12 +24,12 @@ fn content(dir: &Path) -> Vec<PathBuf> {
     files
 }
 
-fn row(serve: &Serve, name: &str) -> Value {
+pub fn row(serve: &Serve, name: &str) -> Value {
     let list = serve.json(&["list"]);
     list["devices"].as_array().unwrap().iter().find(|device| device["name"] == name).unwrap().clone()
 }
 
-fn until(what: &str, mut done: impl FnMut() -> bool) {
+pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(60);
     while !done() {
         assert!(Instant::now() < end, "{what}");

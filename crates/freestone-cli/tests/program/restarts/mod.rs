@@ -3,6 +3,7 @@
 mod fates;
 mod kept;
 mod random;
+mod starts;
 
 use std::fs;
 use std::io::{Read as _, Write as _};

@@ -1,0 +1,74 @@
+//! Publishes the exports of a state, and retries those that cannot be published yet.
+
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::Duration;
+
+use freestone_spec::kinds::Entry;
+use tracing::{error, info};
+
+use crate::claims::Claim;
+use crate::control::protocol::Fault;
+use crate::places::Seen;
+use crate::recording::{self, Recording};
+use crate::service::Service;
+
+/// Pause between two tries.
+pub const PAUSE: Duration = Duration::from_secs(2);
+
+/// Publishes a device wherever a state has it. Logs exports that cannot be published, once for each reason.
+pub fn show(service: &Service, claim: &Claim<'_>, entry: &Arc<Entry>, seen: &Seen) {
+    for absent in service.show_each(claim, entry, seen) {
+        let (name, place) = (entry.name(), absent.place());
+        let line = format!("{name}: not published at {place}: {}; it is tried again", absent.why);
+        if service.exports.absent.put(name, absent) {
+            error!("{line}");
+        }
+    }
+}
+
+/// Retries in the background until every export is published, or the server ends.
+pub fn begin(service: &Arc<Service>) {
+    if service.exports.absent.names().is_empty() {
+        return;
+    }
+    let weak = Arc::downgrade(service);
+    if let Err(why) = thread::Builder::new().name("exports".into()).spawn(move || run(&weak)) {
+        error!("exports that are not there are not tried again, as there is no thread for it: {why}");
+    }
+}
+
+fn run(service: &Weak<Service>) {
+    loop {
+        thread::sleep(PAUSE);
+        let Some(service) = service.upgrade() else { return };
+        let names = service.exports.absent.names();
+        if names.is_empty() || service.records.is_over() {
+            return;
+        }
+        for name in names {
+            if let Err(fault) = try_again(&service, &name) {
+                error!("{}", fault.message);
+            }
+        }
+    }
+}
+
+fn try_again(service: &Service, name: &str) -> Result<(), Fault> {
+    let claim = service.claim("publish", name)?;
+    let seen = service.exports.absent.seen(name);
+    let Some(entry) = service.registry.find(name) else { return Ok(()) };
+    if service.records.enter(&[name]).is_err() {
+        // The server ends.
+        return Ok(());
+    }
+    show(service, &claim, &entry, &seen);
+    service.records.leave();
+    if service.exports.absent.of(name).is_empty() {
+        info!("{name}: published again wherever it was");
+    }
+    if recording::differs(service, &entry) {
+        Recording::begin(service, &claim, "publish", &[name])?.commit()?;
+    }
+    Ok(())
+}

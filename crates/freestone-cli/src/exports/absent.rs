@@ -1,0 +1,87 @@
+//! Exports of the state that cannot be published now: a directory does not exist yet, or an address is
+//! not up or is taken. Such exports stay in the state, and [`again`](crate::again) retries them.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::places::{Place, Seen, Wanted};
+
+/// By device. Locked for a look or a change.
+#[derive(Default)]
+pub struct AllAbsent(Mutex<HashMap<String, Vec<Absent>>>);
+
+/// An export that is not published.
+#[derive(Debug, Clone)]
+pub struct Absent {
+    /// The place, and whether a file says so. `None`: the addresses of the server.
+    pub export: Option<(Wanted, bool)>,
+    /// The reason.
+    pub why: String,
+}
+
+impl Absent {
+    /// Returns the place as text.
+    pub fn place(&self) -> String {
+        self.export
+            .as_ref()
+            .map_or("the addresses of the server".into(), |(wanted, _)| wanted.place.to_string())
+    }
+
+    fn is_at(&self, place: &Place) -> bool {
+        self.export.as_ref().is_some_and(|(wanted, _)| wanted.place.is(place))
+    }
+}
+
+impl AllAbsent {
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Vec<Absent>>> {
+        // A panic cannot leave the map inconsistent, so poisoning is ignored.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the names of devices with such exports.
+    pub fn names(&self) -> Vec<String> {
+        self.lock().keys().cloned().collect()
+    }
+
+    /// Returns the absent exports of a device.
+    pub fn of(&self, name: &str) -> Vec<Absent> {
+        self.lock().get(name).cloned().unwrap_or_default()
+    }
+
+    /// Returns the absent exports of a device as places.
+    pub fn seen(&self, name: &str) -> Seen {
+        let all = self.of(name);
+        let home = all.iter().any(|absent| absent.export.is_none());
+        Seen { home, exports: all.into_iter().filter_map(|absent| absent.export).collect() }
+    }
+
+    /// Adds an export. Returns false if it was absent for the same reason before.
+    pub fn put(&self, name: &str, absent: Absent) -> bool {
+        let mut all = self.lock();
+        let all = all.entry(name.to_owned()).or_default();
+        match all.iter_mut().find(|known| known.export == absent.export) {
+            Some(known) if known.why == absent.why => return false,
+            Some(known) => *known = absent,
+            None => all.push(absent),
+        }
+        true
+    }
+
+    /// Removes the export at a place, or at the addresses of the server. Returns false if there is none.
+    pub fn remove(&self, name: &str, place: Option<&Place>) -> bool {
+        let mut all = self.lock();
+        let Some(of_device) = all.get_mut(name) else { return false };
+        let before = of_device.len();
+        of_device.retain(|absent| place.map_or(absent.export.is_some(), |place| !absent.is_at(place)));
+        let is_removed = of_device.len() < before;
+        if of_device.is_empty() {
+            all.remove(name);
+        }
+        is_removed
+    }
+
+    /// Removes all exports of a device.
+    pub fn forget(&self, name: &str) {
+        self.lock().remove(name);
+    }
+}
