@@ -1,12 +1,12 @@
 //! Where everything is: for who started a server, and for the command that it runs for.
 
 use std::fmt::Write as _;
-use std::io::{self, Write as _};
 use std::path::Path;
 use std::process::Command;
 
 use freestone_nbd::Address;
 
+use crate::output;
 use crate::paths;
 use crate::service::Service;
 use crate::started_by;
@@ -75,8 +75,7 @@ pub fn announce(service: &Service, control: &Path) {
         let _ = writeln!(text, "read-only: freestone list --control {socket}");
     }
     let _ = writeln!(text, "control: freestone list --control {}", quote(&control.display().to_string()));
-    let mut out = io::stdout().lock();
-    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    output::print(&text);
 }
 
 /// Quotes a word for a shell.

@@ -8,6 +8,7 @@ use serde_json::json;
 use thiserror::Error;
 
 use crate::control::protocol::Fault;
+use crate::output;
 
 /// The user asked for something that cannot be meant: exit status 2, as clap's own errors.
 #[derive(Debug, Error)]
@@ -52,7 +53,7 @@ pub fn tell(error: &anyhow::Error) {
         format!("freestone: {sentence}")
     };
     // If stderr is gone, there is nobody to tell.
-    let _ = writeln!(io::stderr(), "{line}");
+    let _ = output::Stderr.write_all(format!("{line}\n").as_bytes());
 }
 
 fn errno(error: &anyhow::Error) -> Errno {

@@ -25,6 +25,8 @@ mod job;
 mod limited;
 mod loops;
 mod metrics;
+mod outlet;
+mod output;
 mod page;
 mod paths;
 mod places;
@@ -68,14 +70,16 @@ use verbs::{Call, ask, ask_in_parts, delta};
 pub fn main() -> ExitCode {
     let cli = Cli::try_parse().unwrap_or_else(|error| error::tell_usage(&error));
     start_log(&cli);
-    match run(cli.command) {
+    let code = match run(cli.command) {
         Ok(code) => code,
         Err(error) if error::is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             error::tell(&error);
             ExitCode::from(error::status(&error))
         }
-    }
+    };
+    output::flush();
+    code
 }
 
 /// The parser of the command line, for what is made from it: manual pages, completions.
@@ -191,7 +195,7 @@ fn start_log(cli: &Cli) {
         span_requests();
     }
     let lines = tracing_subscriber::fmt::layer()
-        .with_writer(io::stderr)
+        .with_writer(|| output::Stderr)
         .with_ansi(io::stderr().is_terminal() && !is_said(env::var_os("NO_COLOR").as_deref()))
         // A closed stderr must not end the server.
         .log_internal_errors(false)

@@ -34,6 +34,7 @@ use crate::ending::{self, Closing};
 use crate::handshake::HandshakeArgs;
 use crate::http::HttpServer;
 use crate::metrics::{MetricsArgs, MetricsOf, MetricsSite};
+use crate::output;
 use crate::page::{PageArgs, PageSite};
 use crate::process;
 use crate::saves::Saves;
@@ -350,6 +351,8 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
     process::become_io_flusher();
     keep_large_blocks_apart();
     let open_files = process::raise_open_files();
+    output::detach()?;
+    started_by::open_manager();
     // Before any socket exists, so that no signal can leave one behind.
     let events = Events::listen()?;
     if args.exit_with_parent {
@@ -421,6 +424,7 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
 
 fn at_once(status: i32) -> ! {
     replace::abandon();
+    output::flush();
     std::process::exit(status)
 }
 

@@ -3,9 +3,13 @@
 #![expect(unsafe_code)]
 // UNSAFETY: takes the sockets over that the manager has opened, which come as numbers.
 
+use std::env;
 use std::fs;
+use std::io;
 use std::os::fd::{FromRawFd as _, OwnedFd};
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
@@ -16,9 +20,31 @@ use tracing::warn;
 /// What the manager says to us, and not to our children.
 pub const VARIABLES: [&str; 4] = ["NOTIFY_SOCKET", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
 
-/// Tells the service manager, if there is one, as `sd_notify(3)` describes.
+/// How long a message waits for a manager that does not read its socket.
+const NOTIFY_TIMEOUT: Duration = Duration::from_millis(250);
+
+/// The socket for messages to the service manager, and the manager's address.
+static MANAGER: LazyLock<io::Result<Option<(UnixDatagram, SocketAddr)>>> = LazyLock::new(|| {
+    let Some(path) = env::var_os("NOTIFY_SOCKET") else { return Ok(None) };
+    let socket = UnixDatagram::unbound()?;
+    socket.set_write_timeout(Some(NOTIFY_TIMEOUT))?;
+    Ok(Some((socket, SocketAddr::from_pathname(path)?)))
+});
+
+/// Opens the socket for messages to the service manager: at the end descriptors may have run out.
+pub fn open_manager() {
+    LazyLock::force(&MANAGER);
+}
+
+/// Sends states to the service manager, if there is one, as `sd_notify(3)` describes.
 fn tell(states: &[NotifyState<'_>]) {
-    if let Err(error) = sd_notify::notify(states) {
+    let text = states.iter().fold(String::new(), |text, state| text + &state.to_string() + "\n");
+    let sent = match &*MANAGER {
+        Ok(None) => return,
+        Ok(Some((socket, address))) => socket.send_to_addr(text.as_bytes(), address).err(),
+        Err(error) => Some(io::Error::new(error.kind(), error.to_string())),
+    };
+    if let Some(error) = sent {
         warn!("the service manager cannot be told: {error}");
     }
 }

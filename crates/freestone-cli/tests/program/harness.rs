@@ -169,8 +169,12 @@ impl Serve {
         UnixStream::connect(self.path("control")).unwrap()
     }
 
+    pub fn pid(&self) -> Pid {
+        Pid::from_raw(self.child.id().cast_signed()).unwrap()
+    }
+
     pub fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_raw(self.child.id().cast_signed()).unwrap(), signal).unwrap();
+        kill_process(self.pid(), signal).unwrap();
     }
 
     /// Waits for the end; returns the exit status and the directory.

@@ -10,6 +10,7 @@ mod clients;
 mod docs;
 mod drives;
 mod harness;
+mod limits;
 mod restarts;
 mod stalls;
 mod storage;

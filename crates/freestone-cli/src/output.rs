@@ -1,0 +1,84 @@
+//! Standard output and standard error. A server writes to both through an [`Outlet`], and goes on if
+//! nobody reads them. Other commands write directly.
+
+use std::backtrace::{Backtrace, BacktraceStatus};
+use std::io::{self, Write};
+use std::panic;
+use std::sync::OnceLock;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use rustix::stdio::{stderr, stdout};
+
+use crate::outlet::Outlet;
+
+/// Bytes of log lines that may wait: some ten thousand lines.
+const LOG_BYTES: usize = 1 << 20;
+/// Bytes of standard output that may wait beside the announcement of the exports.
+const OUT_BYTES: usize = 64 << 10;
+/// How long the end of the process waits for each stream to be written.
+const END_PATIENCE: Duration = Duration::from_secs(1);
+
+static LOG: OnceLock<Outlet> = OnceLock::new();
+static OUT: OnceLock<Outlet> = OnceLock::new();
+
+/// Standard error. Each call of `write` takes whole lines.
+pub struct Stderr;
+
+/// Detaches the server from its standard output and error: from here on no thread waits for
+/// a reader. A panic is reported the same way.
+///
+/// # Errors
+/// A thread could not be started.
+pub fn detach() -> Result<()> {
+    let report = |lines| tracing::error!(lines, "log lines were dropped: standard error is not read in time");
+    let log =
+        Outlet::start("log", stderr(), LOG_BYTES, report).context("cannot start the thread of the log")?;
+    // The announcement is written at once, and nothing is dropped.
+    let out = Outlet::start("stdout", stdout(), OUT_BYTES, |_| {})
+        .context("cannot start the thread of standard output")?;
+    let _ = (LOG.set(log), OUT.set(out));
+    panic::set_hook(Box::new(|info| {
+        let thread = thread::current();
+        let name = thread.name().unwrap_or("<unnamed>");
+        let backtrace = Backtrace::capture();
+        let text = match backtrace.status() {
+            BacktraceStatus::Captured => format!("thread '{name}' {info}\nstack backtrace:\n{backtrace}"),
+            _ => format!("thread '{name}' {info}\n"),
+        };
+        let _ = Stderr.write_all(text.as_bytes());
+        if name == "main" {
+            flush();
+        }
+    }));
+    Ok(())
+}
+
+/// Prints text on the standard output of a detached server.
+pub fn print(text: &str) {
+    if let Some(out) = OUT.get() {
+        out.push(text.as_bytes());
+    }
+}
+
+/// Waits a short while until everything is written. Called before the process ends.
+pub fn flush() {
+    for outlet in [&OUT, &LOG].into_iter().filter_map(OnceLock::get) {
+        outlet.flush(END_PATIENCE);
+    }
+}
+
+impl Write for Stderr {
+    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+        match LOG.get() {
+            Some(log) => log.push(text),
+            None => io::stderr().write_all(text)?,
+        }
+        Ok(text.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,30 @@
+//! A server whose process is limited: nobody reads its output, threads, descriptors or file sizes run out,
+//! signals arrive that it has no use for.
+
+mod unread;
+
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use crate::harness::Serve;
+
+/// Far longer than an orderly end takes, also on a slow machine.
+const END_MAX: Duration = Duration::from_secs(60);
+
+/// Ends a server with SIGTERM, which must succeed in time.
+#[track_caller]
+fn end(serve: Serve) -> tempfile::TempDir {
+    let stat = format!("/proc/{}/stat", serve.pid().as_raw_nonzero());
+    let began = Instant::now();
+    serve.signal(Signal::TERM);
+    // The server is our child: while it is not waited for, it stays as a zombie.
+    let has_ended = || std::fs::read_to_string(&stat).unwrap().contains(") Z ");
+    while !has_ended() {
+        assert!(began.elapsed() < END_MAX, "the server does not end");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let (code, dir) = serve.wait();
+    assert_eq!(code, Some(0));
+    dir
+}
