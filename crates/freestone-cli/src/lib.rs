@@ -38,6 +38,7 @@ mod saves;
 mod serve;
 mod service;
 mod single;
+mod standby;
 mod start;
 mod started_by;
 mod state_args;
@@ -90,7 +91,7 @@ pub fn parser() -> clap::Command {
 
 fn run(command: Command) -> Result<ExitCode> {
     match command {
-        Command::Serve(args) => return serve::serve(*args),
+        Command::Serve(args) => return serve::serve(&args),
         Command::UblkOwner(line) => return ublk_owner::tell(&line),
         Command::Wait(call) => verbs::wait::wait(&call.args, &call.common),
         Command::Shutdown(call) => verbs::shutdown::ask(&call.args, &call.common),

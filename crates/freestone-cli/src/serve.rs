@@ -9,8 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{self, Sender};
-use std::thread::{self, JoinHandle};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
@@ -40,6 +39,7 @@ use crate::process;
 use crate::saves::Saves;
 use crate::service::Service;
 use crate::single;
+use crate::standby::Standby;
 use crate::start::{self, Begun};
 use crate::started_by::{self, Pidfile};
 use crate::state_args::{Asked, StateArgs};
@@ -145,9 +145,12 @@ struct Flushed {
     end: Instant,
 }
 
-/// A server that listens. However this ends, a panic included, its sockets go with it.
+/// A server that listens. However this ends, a panic included, its sockets go with it, and what
+/// clients may have written is saved and flushed.
 struct Running {
     service: Arc<Service>,
+    /// Clients may have come, and the devices are not flushed since.
+    is_in_use: bool,
     /// The control sockets.
     controls: Vec<Arc<ControlServer>>,
     /// For who watches.
@@ -181,6 +184,7 @@ impl Running {
         }
         let mut running = Self {
             service: Arc::clone(&service),
+            is_in_use: false,
             controls: Vec::new(),
             http: Vec::new(),
             sockets: Vec::new(),
@@ -220,22 +224,14 @@ impl Running {
         if begun.iter().any(Begun::is_block_device) {
             remove_left_behind();
         }
+        running.is_in_use = true;
         if of_state {
             start::merge(&service, &mut begun);
             start::keep(&service, &mut begun);
         } else {
             start::show_new(&service, &begun)?;
         }
-        let shown = running.show(&begun, of_state, changes.zip(asked), &control_access, &read_only_access);
-        if let Err(error) = shown {
-            // The devices have gone on: they end in order, too.
-            let (events, _) = mpsc::channel();
-            if let Ok(ended) = running.shutdown(events) {
-                // It has logged what went wrong.
-                let _ = ended.join();
-            }
-            return Err(error);
-        }
+        running.show(&begun, of_state, changes.zip(asked), &control_access, &read_only_access)?;
         Ok(running)
     }
 
@@ -270,9 +266,9 @@ impl Running {
         Ok(())
     }
 
-    /// Ends it with grace, in the background; `events` hears when that is done. Then [`Drop`] has
-    /// nothing left to wait for but what a disk does not do at once.
-    fn shutdown(&self, events: Sender<Event>) -> Result<JoinHandle<Flushed>> {
+    /// Refuses further work, and returns what ends, saves and flushes the rest.
+    fn begin_end(&mut self) -> impl FnOnce() -> Flushed + Send + 'static + use<> {
+        self.is_in_use = false;
         self.service.jobs.end_all();
         for entry in self.service.registry.all() {
             // What is held back keeps devices alive, which flush when they end.
@@ -285,7 +281,8 @@ impl Running {
         drop(all);
         self.service.records.end();
         let (service, controls) = (Arc::clone(&self.service), self.controls.clone());
-        let thread = thread::Builder::new().name("shutdown".into()).spawn(move || {
+        move || {
+            // First of all: each connection has a thread and descriptors, which the rest may need.
             service.exports.shutdown(SHUTDOWN_GRACE);
             // Verbs write, too.
             for control in controls {
@@ -300,23 +297,30 @@ impl Running {
             let end = Instant::now() + ending::FLUSH_MAX;
             let failed = unsaved + ending::flush(&service.registry.all(), end) + service.leaving.wait(end);
             drop((service, waits));
-            // The main thread is there until it hears this, or does not want to hear it any more.
-            let _ = events.send(Event::Ended);
             Flushed { failed, end }
-        });
-        thread.context("cannot start the thread that ends the server")
+        }
     }
 
-    /// Closes the devices until `end`, in the background; `events` hears when that is done.
-    fn close(self, events: Sender<Event>, end: Instant) -> Result<()> {
-        let thread = thread::Builder::new().name("close".into()).spawn(move || {
+    /// Ends the server with grace, on that thread; `events` hears when that is done. Then [`Drop`] has
+    /// nothing left to wait for but what a disk does not do at once.
+    fn shutdown(&mut self, thread: Standby, events: Sender<Event>) -> Receiver<Flushed> {
+        let end = self.begin_end();
+        let (sender, flushed) = mpsc::channel();
+        thread.run(move || {
+            let _ended = SendEnded(events);
+            let _ = sender.send(end());
+        });
+        flushed
+    }
+
+    /// Closes the devices until `end`, on that thread; `events` hears when that is done.
+    fn close(self, thread: Standby, events: Sender<Event>, end: Instant) {
+        thread.run(move || {
+            let _ended = SendEnded(events);
             let closing = Closing::of(&self.service.registry.all());
             drop(self);
             closing.wait(end);
-            // As above.
-            let _ = events.send(Event::Ended);
         });
-        thread.map(drop).context("cannot start the thread that closes the devices")
     }
 
     /// Removes what is visible to others, waiting for nobody.
@@ -330,8 +334,22 @@ impl Running {
     }
 }
 
+/// Sends [`Event::Ended`] when dropped, also by a panic.
+struct SendEnded(Sender<Event>);
+
+impl Drop for SendEnded {
+    fn drop(&mut self) {
+        // The main thread exists until it has received this, or does not wait for it any more.
+        let _ = self.0.send(Event::Ended);
+    }
+}
+
 impl Drop for Running {
     fn drop(&mut self) {
+        if self.is_in_use {
+            let end = self.begin_end();
+            end();
+        }
         self.controls.clear();
         self.http.clear();
         self.service.exports.shutdown(Duration::ZERO);
@@ -339,9 +357,9 @@ impl Drop for Running {
 }
 
 /// Runs the server. Returns the exit status: 0, or that of the command of `--run`.
-pub fn serve(args: ServeArgs) -> Result<ExitCode> {
+pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
     if args.check {
-        let devices = Plan::new(&args)?.devices.len();
+        let devices = Plan::new(args)?.devices.len();
         let plural = if devices == 1 { "" } else { "s" };
         // A closed pipe has heard enough.
         let _ = writeln!(io::stdout(), "{devices} device{plural}, nothing is wrong with the words");
@@ -355,63 +373,35 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
     started_by::open_manager();
     // Before any socket exists, so that no signal can leave one behind.
     let events = Events::listen()?;
+    let standby = |name| Standby::start(name).context("cannot start the threads of the end");
+    let (ender, closer) = (standby("shutdown")?, standby("close")?);
     if args.exit_with_parent {
         started_by::end_with(parent)?;
     }
     let client = args.single.then(single::take).transpose()?;
-    let plan = Plan::new(&args)?;
+    let plan = Plan::new(args)?;
     let control = plan.control.clone().unwrap_or_default();
     let mut running = Running::start(plan)?;
     let end = events.sender();
     // It waits for its end, or has done so.
     let _ = running.service.end.set(Box::new(move || _ = end.send(Event::Signal(SIGTERM))));
-    running.pidfile = args.pidfile.as_deref().map(Pidfile::write).transpose()?;
-    started_by::ready(running.service.registry.all().len());
-    let outcome = if let Some(command) = args.run {
-        // Standard output is the command's.
-        for seed in running.service.registry.seeds() {
-            warn!("{seed}");
-        }
-        until::command_ends(&events, run_command(&command, open_files, &running.service, &control))
-    } else {
-        match client {
-            // Standard output is the client's.
-            Some(client) => {
-                for seed in running.service.registry.seeds() {
-                    warn!("{seed}");
-                }
-                client.serve(&running.service, events.sender())?;
-            }
-            None => announce(&running.service, &control),
-        }
-        let (config, service) = (args.config.as_deref(), running.service.weak());
-        let had_terminal = until::has_terminal();
-        let has_files = config.is_some() || running.service.exports.tls.mode().is_some();
-        let on_hangup = || {
-            // Else it is the terminal that hung up.
-            let is_meant = has_files && (!had_terminal || until::has_terminal());
-            if is_meant {
-                apply::again(&service, config);
-            }
-            is_meant
-        };
-        until::signalled(&events, &on_hangup).map(|()| 0)
-    };
+    // From here on every error is an orderly end.
+    let outcome = serve_until_told(&mut running, args, client, &events, &control, open_files);
     info!("ending");
     started_by::ending("requests are answered");
-    let flushed = running.shutdown(events.sender())?;
+    let flushed = running.shutdown(ender, events.sender());
     if let Ended::Signal(signal) = until::ended(&events, None) {
         // Told twice: at once.
         running.remove_paths();
         at_once(until::STATUS_OF_SIGNAL_0 + signal);
     }
-    let Flushed { failed, end } = flushed.join().unwrap_or(Flushed { failed: 1, end: Instant::now() });
+    let Flushed { failed, end } = flushed.recv().unwrap_or(Flushed { failed: 1, end: Instant::now() });
     let status = outcome.map(|status| if failed > 0 && status == 0 { 1 } else { status });
     // What else devices do when they end is not what a client waits for, and not waited for longer
     // than that.
     running.remove_paths();
     started_by::ending("devices are closed");
-    running.close(events.sender(), end)?;
+    running.close(closer, events.sender(), end);
     match until::ended(&events, Some(end)) {
         Ended::Well => {}
         Ended::Signal(signal) => at_once(until::STATUS_OF_SIGNAL_0 + signal),
@@ -420,6 +410,44 @@ pub fn serve(args: ServeArgs) -> Result<ExitCode> {
     // A verb that hangs on a disk did not end with the rest.
     replace::abandon();
     status.map(ExitCode::from)
+}
+
+/// Serves until something asks for the end. Returns the exit status of the command of `--run`, or 0.
+fn serve_until_told(
+    running: &mut Running,
+    args: &ServeArgs,
+    client: Option<single::Client>,
+    events: &Events,
+    control: &Path,
+    open_files: Option<u64>,
+) -> Result<u8> {
+    running.pidfile = args.pidfile.as_deref().map(Pidfile::write).transpose()?;
+    started_by::ready(running.service.registry.all().len());
+    if args.run.is_some() || client.is_some() {
+        // Standard output is the command's, or the client's.
+        for seed in running.service.registry.seeds() {
+            warn!("{seed}");
+        }
+    }
+    if let Some(command) = &args.run {
+        return until::command_ends(events, run_command(command, open_files, &running.service, control));
+    }
+    match client {
+        Some(client) => client.serve(&running.service, events.sender())?,
+        None => announce(&running.service, control),
+    }
+    let (config, service) = (args.config.as_deref(), running.service.weak());
+    let had_terminal = until::has_terminal();
+    let has_files = config.is_some() || running.service.exports.tls.mode().is_some();
+    let on_hangup = || {
+        // Else it is the terminal that hung up.
+        let is_meant = has_files && (!had_terminal || until::has_terminal());
+        if is_meant {
+            apply::again(&service, config);
+        }
+        is_meant
+    };
+    until::signalled(events, &on_hangup).map(|()| 0)
 }
 
 fn at_once(status: i32) -> ! {

@@ -24,6 +24,11 @@ impl Caller {
         CALLER.set(Self { stream: Some(Arc::clone(stream)), tag: None });
     }
 
+    /// This thread runs verbs for nobody: it may live on, and must not keep the client's socket open.
+    pub fn leave() {
+        CALLER.set(Self { stream: None, tag: None });
+    }
+
     /// The verb that this thread runs next is called so.
     pub fn tag_next(tag: Option<String>) {
         CALLER.with_borrow_mut(|caller| caller.tag = tag);

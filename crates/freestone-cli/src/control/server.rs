@@ -6,6 +6,7 @@
 use std::io::{self, BufRead, BufReader, BufWriter, Read as _, Write};
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{self, SyncSender};
 use std::sync::{Arc, Once};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -60,11 +61,12 @@ impl ControlServer {
     fn start_for(places: usize, socket: PrivateSocket, handler: Arc<dyn Handler>) -> Result<Self> {
         let socket = Arc::new(socket);
         let connections = Connections::new(places);
+        let spare = start_spare().context("cannot start the spare thread of the control socket")?;
         let acceptor = thread::Builder::new()
             .name("control".into())
             .spawn({
                 let (socket, connections) = (Arc::clone(&socket), Arc::clone(&connections));
-                move || accept_all(&socket, &connections, &handler)
+                move || accept_all(&socket, &connections, &handler, &spare)
             })
             .context("cannot start the thread of the control socket")?;
         Ok(Self { socket, connections, acceptor: Some(acceptor), stopped: Once::new() })
@@ -95,11 +97,16 @@ impl Drop for ControlServer {
     }
 }
 
-fn accept_all(socket: &PrivateSocket, connections: &Arc<Connections>, handler: &Arc<dyn Handler>) {
+fn accept_all(
+    socket: &PrivateSocket,
+    connections: &Arc<Connections>,
+    handler: &Arc<dyn Handler>,
+    spare: &SyncSender<Client>,
+) {
     loop {
         match socket.listener().accept() {
             _ if connections.is_closing() => return,
-            Ok((stream, _)) => start_connection(stream, connections, handler),
+            Ok((stream, _)) => start_connection(stream, connections, handler, spare),
             Err(e) => {
                 warn!("control: cannot accept a connection: {e}");
                 connections.make_room();
@@ -109,24 +116,56 @@ fn accept_all(socket: &PrivateSocket, connections: &Arc<Connections>, handler: &
     }
 }
 
-/// Waits for what it needs: who comes after it waits in the socket's queue.
-fn start_connection(stream: UnixStream, connections: &Arc<Connections>, handler: &Arc<dyn Handler>) {
+/// A connection that is about to be served.
+#[derive(Clone)]
+struct Client {
+    // Dropped before the place: when all places are empty nobody holds devices, which end with the
+    // server.
+    handler: Arc<dyn Handler>,
+    stream: Arc<UnixStream>,
+    place: Arc<Place>,
+}
+
+impl Client {
+    fn serve(self) {
+        Caller::enter(&self.stream);
+        if let Err(e) = serve(&self.stream, &self.place, self.handler.as_ref()) {
+            debug!("control: a connection ended: {e}");
+        }
+        Caller::leave();
+    }
+}
+
+/// Starts the thread for connections that get no thread of their own: verbs are answered, `shutdown`
+/// among them, when the system starts no more threads.
+fn start_spare() -> io::Result<SyncSender<Client>> {
+    // Without room: a connection is taken only while the thread is idle.
+    let (clients, coming) = mpsc::sync_channel::<Client>(0);
+    thread::Builder::new().name("control-spare".into()).spawn(move || {
+        for client in coming {
+            client.serve();
+        }
+    })?;
+    Ok(clients)
+}
+
+/// Waits for what the connection needs: who comes after it waits in the socket's queue.
+fn start_connection(
+    stream: UnixStream,
+    connections: &Arc<Connections>,
+    handler: &Arc<dyn Handler>,
+    spare: &SyncSender<Client>,
+) {
     let stream = Arc::new(stream);
-    let Some(place) = connections.add(&stream).map(Arc::new) else { return };
+    let Some(place) = connections.add(&stream) else { return };
+    let client = Client { handler: Arc::clone(handler), stream, place: Arc::new(place) };
     loop {
-        let (stream, place, handler) = (Arc::clone(&stream), Arc::clone(&place), Arc::clone(handler));
-        let started = thread::Builder::new().name("control-client".into()).spawn(move || {
-            // Goes before the place does: when all places are empty nobody holds devices, which end
-            // with the server.
-            let handler = handler;
-            Caller::enter(&stream);
-            if let Err(e) = serve(&stream, &place, handler.as_ref()) {
-                debug!("control: a connection ended: {e}");
-            }
-        });
+        let own = client.clone();
+        let started = thread::Builder::new().name("control-client".into()).spawn(move || own.serve());
         match started {
             Ok(_) => return,
             Err(_) if connections.is_closing() => return,
+            Err(_) if spare.try_send(client.clone()).is_ok() => return,
             Err(e) => {
                 warn!("control: cannot start a thread for a connection: {e}");
                 connections.make_room();

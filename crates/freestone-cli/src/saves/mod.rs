@@ -31,6 +31,7 @@ use uuid::Uuid;
 
 use crate::control::protocol::Fault;
 use crate::records::Records;
+use crate::standby::Standby;
 
 /// The directory of all content, in that of the state.
 const DIR: &str = "content";
@@ -72,6 +73,8 @@ pub struct Saves {
     groups: Mutex<Vec<Arc<Group>>>,
     /// What runs until the server ends.
     threads: Mutex<Vec<JoinHandle<()>>>,
+    /// The thread of the last save.
+    last_save: Mutex<Option<Standby>>,
     stops: AtomicBool,
     /// That is also said here, to who sleeps.
     bell: (Mutex<()>, Condvar),

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError, Weak, mpsc};
+use std::sync::{Arc, MutexGuard, PoisonError, Weak, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -16,6 +16,7 @@ use tracing::{debug, error, info, warn};
 use super::{Group, Member, Plan, Saves, forget, kept, stamp, unsaved_bytes};
 use crate::control::protocol::Fault;
 use crate::service::Service;
+use crate::standby::Standby;
 
 /// How often it is looked whether a save is due.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -35,10 +36,15 @@ impl Saves {
     /// Begins to save, where there is a state.
     pub fn run(service: &Arc<Service>) -> std::io::Result<()> {
         let Some((_, plan)) = service.saves.at.get().cloned() else { return Ok(()) };
+        *service.saves.last_save() = Some(Standby::start("save")?);
         let weak = Arc::downgrade(service);
         let thread = thread::Builder::new().name("keep".into()).spawn(move || watch(&weak, plan))?;
         service.saves.adopt(thread);
         Ok(())
+    }
+
+    fn last_save(&self) -> MutexGuard<'_, Option<Standby>> {
+        self.last_save.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sleeps; true: the server ends.
@@ -62,9 +68,11 @@ impl Saves {
             // Nobody may wait any more.
             let _ = tell.send(Self::end_now(&own, timeout));
         };
-        if let Err(why) = thread::Builder::new().name("save".into()).spawn(work) {
-            error!("no thread to save with: {why}");
-            return Self::end_now(service, timeout);
+        let thread = service.saves.last_save().take();
+        match thread {
+            Some(thread) => thread.run(work),
+            // The start of the server failed before it had one.
+            None => work(),
         }
         told.recv_timeout(timeout + END_GRACE).unwrap_or_else(|_| {
             error!("a disk does not answer: what devices with keep=yes hold is not saved");

@@ -14,7 +14,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 /// The user without rights, where the tests run as root.
-const NOBODY: u32 = 65534;
+pub const NOBODY: u32 = 65534;
 
 /// The program, with its default paths in `dir`.
 pub fn freestone(dir: &Path) -> Command {

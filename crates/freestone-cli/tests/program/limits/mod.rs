@@ -1,8 +1,10 @@
 //! A server whose process is limited: nobody reads its output, threads, descriptors or file sizes run out,
 //! signals arrive that it has no use for.
 
+mod threads;
 mod unread;
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -27,4 +29,8 @@ fn end(serve: Serve) -> tempfile::TempDir {
     let (code, dir) = serve.wait();
     assert_eq!(code, Some(0));
     dir
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
 }

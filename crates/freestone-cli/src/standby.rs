@@ -1,0 +1,34 @@
+//! Threads that are started before their work exists. The end of a server needs threads at a moment
+//! when the system may refuse to start any (pids.max, `RLIMIT_NPROC`).
+
+use std::io;
+use std::sync::mpsc::{self, SendError, Sender};
+use std::thread;
+
+type Work = Box<dyn FnOnce() + Send>;
+
+/// A thread that waits for its one piece of work. Dropping it unused ends the thread.
+pub struct Standby(Sender<Work>);
+
+impl Standby {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// The thread could not be started.
+    pub fn start(name: &str) -> io::Result<Self> {
+        let (sender, receiver) = mpsc::channel::<Work>();
+        thread::Builder::new().name(name.to_owned()).spawn(move || {
+            if let Ok(work) = receiver.recv() {
+                work();
+            }
+        })?;
+        Ok(Self(sender))
+    }
+
+    /// Runs the work on the thread.
+    pub fn run(self, work: impl FnOnce() + Send + 'static) {
+        if let Err(SendError(work)) = self.0.send(Box::new(work)) {
+            work();
+        }
+    }
+}
