@@ -71,6 +71,9 @@ use verbs::{Call, ask, ask_in_parts, delta};
 pub fn main() -> ExitCode {
     let cli = Cli::try_parse().unwrap_or_else(|error| error::tell_usage(&error));
     start_log(&cli);
+    if let Err(error) = process::survive_file_size_limit() {
+        tracing::warn!("SIGXFSZ stays deadly: {error}");
+    }
     let code = match run(cli.command) {
         Ok(code) => code,
         Err(error) if error::is_broken_pipe(&error) => ExitCode::SUCCESS,

@@ -4,11 +4,14 @@
 use std::fs;
 use std::io;
 use std::process::{Child, Command};
+use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
 use freestone_spec::machine::kib_line;
 use rustix::process::{Resource, Rlimit, configure_io_flusher_behavior};
 use serde::{Deserialize, Serialize};
+use signal_hook::consts::SIGXFSZ;
+use signal_hook::flag;
 
 /// Raises the soft limit of open files to the hard one: a thousand sockets with their clients take
 /// more than the usual
@@ -22,6 +25,15 @@ pub fn raise_open_files() -> Option<u64> {
     // If that is refused, the limit is what it was.
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).ok()?;
     Some(former)
+}
+
+/// Has a write beyond `RLIMIT_FSIZE` fail with EFBIG and not end the process. A handler takes SIGXFSZ, not
+/// `SIG_IGN`, so that programs that this one starts have the default action again.
+///
+/// # Errors
+/// The signal cannot be taken over.
+pub fn survive_file_size_limit() -> io::Result<()> {
+    flag::register(SIGXFSZ, Arc::default()).map(drop)
 }
 
 /// Makes this thread, and all that are started after it, I/O flushers: the kernel finds memory for

@@ -144,7 +144,9 @@ pub fn too_late(names: &str) -> Fault {
 pub fn refused(error: &StateError) -> Fault {
     let errno = match error {
         StateError::Write(_, error) => match error.kind() {
-            std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => Errno::ENOSPC,
+            std::io::ErrorKind::StorageFull
+            | std::io::ErrorKind::QuotaExceeded
+            | std::io::ErrorKind::FileTooLarge => Errno::ENOSPC,
             std::io::ErrorKind::ReadOnlyFilesystem => Errno::EROFS,
             _ => Errno::EIO,
         },

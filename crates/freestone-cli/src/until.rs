@@ -8,14 +8,23 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
+use freestone_core::file_size_limit::Limit;
+use freestone_core::log_limit::LogLimit;
+use libc::SIGPWR;
 use rustix::process::{Pid, Signal, kill_process};
-use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{
+    SIGALRM, SIGCHLD, SIGHUP, SIGINT, SIGIO, SIGPROF, SIGTERM, SIGUSR1, SIGUSR2, SIGVTALRM, SIGXCPU, SIGXFSZ,
+};
 use signal_hook::iterator::Signals;
+use tracing::warn;
 
 use crate::process;
 
 /// How long a command that was told to end may take before it is killed.
 const COMMAND_GRACE: Duration = Duration::from_secs(5);
+/// Signals that mean nothing to a server, and whose default action would end it with nothing saved:
+/// of scripts that rotate logs, of a timer that a parent has set, of descriptors that others share.
+const UNUSED: [i32; 6] = [SIGUSR1, SIGUSR2, SIGALRM, SIGVTALRM, SIGPROF, SIGIO];
 /// A process that a signal ended has this plus the signal's number as its status, as shells have
 /// it.
 pub const STATUS_OF_SIGNAL_0: i32 = 128;
@@ -25,6 +34,9 @@ pub const STATUS_OF_SIGNAL_0: i32 = 128;
 pub enum Event {
     /// A signal that asks for the end.
     Signal(i32),
+    /// The kernel or the machine asks for the end, for this reason. It may repeat that, which never
+    /// shortens an end under way.
+    Emergency(&'static str),
     /// A child process changed its state.
     Child,
     /// The one client of `--single` has left.
@@ -40,10 +52,12 @@ pub struct Events {
 }
 
 impl Events {
-    /// Takes over the signals. From here on they do nothing but come out here.
+    /// Takes over the signals. From here on they do nothing but come out here. A handler takes them,
+    /// not `SIG_IGN`: programs that the server starts have the default actions again.
     pub fn listen() -> Result<Self> {
         let (sender, receiver) = mpsc::channel();
-        let mut wanted = vec![SIGINT, SIGTERM, SIGCHLD];
+        let mut wanted = vec![SIGINT, SIGTERM, SIGCHLD, SIGXCPU, SIGPWR, SIGXFSZ];
+        wanted.extend(UNUSED);
         // Under nohup it stays ignored.
         if !is_ignored(SIGHUP) {
             wanted.push(SIGHUP);
@@ -53,8 +67,22 @@ impl Events {
         thread::Builder::new()
             .name("signals".into())
             .spawn(move || {
+                let file_sizes = LogLimit::default();
                 for signal in &mut signals {
-                    let event = if signal == SIGCHLD { Event::Child } else { Event::Signal(signal) };
+                    let event = match signal {
+                        SIGCHLD => Event::Child,
+                        SIGXCPU => Event::Emergency("the CPU time that RLIMIT_CPU allows is used up"),
+                        SIGPWR => Event::Emergency("the power is about to fail (SIGPWR)"),
+                        SIGXFSZ => {
+                            if let (Some(limit), Some(held_back)) = (Limit::of_process(), file_sizes.line(()))
+                            {
+                                warn!("a file cannot grow: {limit}{held_back}");
+                            }
+                            continue;
+                        }
+                        unused if UNUSED.contains(&unused) => continue,
+                        signal => Event::Signal(signal),
+                    };
                     if to.send(event).is_err() {
                         return;
                     }
@@ -90,6 +118,10 @@ pub fn signalled(events: &Events, on_hangup: &dyn Fn() -> bool) -> Result<()> {
         match events.receiver.recv().context("the thread for signals is gone")? {
             Event::Signal(SIGHUP) if on_hangup() => {}
             Event::Signal(_) | Event::Left => return Ok(()),
+            Event::Emergency(why) => {
+                warn!("the server ends: {why}");
+                return Ok(());
+            }
             Event::Child | Event::Ended => {}
         }
     }
@@ -114,7 +146,7 @@ pub fn ended(events: &Events, until: Option<Instant>) -> Ended {
             Some(at) => events.receiver.recv_timeout(at.saturating_duration_since(Instant::now())),
         };
         match event {
-            Ok(Event::Child | Event::Left) => {}
+            Ok(Event::Child | Event::Left | Event::Emergency(_)) => {}
             Ok(Event::Signal(signal)) => return Ended::Signal(signal),
             Ok(Event::Ended) | Err(RecvTimeoutError::Disconnected) => return Ended::Well,
             Err(RecvTimeoutError::Timeout) => return Ended::Late,
@@ -141,7 +173,12 @@ pub fn command_ends(events: &Events, mut command: Command) -> Result<u8> {
                 pass_on(&child, signal);
                 kill_at = Some(Instant::now() + COMMAND_GRACE);
             }
-            Ok(Event::Child | Event::Left | Event::Ended) => {}
+            Ok(Event::Emergency(why)) if kill_at.is_none() => {
+                warn!("the server ends, and the command of --run before it: {why}");
+                pass_on(&child, SIGTERM);
+                kill_at = Some(Instant::now() + COMMAND_GRACE);
+            }
+            Ok(Event::Child | Event::Left | Event::Ended | Event::Emergency(_)) => {}
             Ok(Event::Signal(_)) | Err(_) => {
                 child.kill().context("--run: cannot kill the command")?;
                 let status = child.wait().context("--run: cannot wait for the command")?;

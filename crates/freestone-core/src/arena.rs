@@ -10,6 +10,7 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 
 use rustix::fs::{FallocateFlags, MemfdFlags};
+use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::device::{Error, Result};
@@ -73,7 +74,11 @@ impl Arena {
             return Ok(());
         }
         let start = index as u64 * SEGMENT_BYTES;
-        rustix::fs::ftruncate(&self.file, start + SEGMENT_BYTES).map_err(|_| Error::NoMemory)?;
+        rustix::fs::ftruncate(&self.file, start + SEGMENT_BYTES).map_err(|errno| match errno {
+            // RLIMIT_FSIZE holds for memory files, too.
+            Errno::FBIG => Error::NoSpace,
+            _ => Error::NoMemory,
+        })?;
         // SAFETY: a new mapping at an address of the kernel's choice.
         let address = unsafe {
             rustix::mm::mmap(

@@ -19,6 +19,7 @@
 //! * [`mapped`], [`stack`]: memory that can be given back while it is kept.
 //! * [`replace`], [`file_locks`], [`unix_socket`]: files that are never half written, and never
 //!   somebody else's.
+//! * [`file_size_limit`]: `RLIMIT_FSIZE` in errors of files.
 //! * [`allow`]: who may connect to an address.
 //!
 //! Only [`device`] is a promise to users; the rest is for the crates of this workspace and may
@@ -49,6 +50,8 @@ pub mod consistency_group;
 pub mod device;
 #[cfg(not(loom))]
 pub mod file_locks;
+#[cfg(not(loom))]
+pub mod file_size_limit;
 #[cfg(not(loom))]
 pub mod freeze_gate;
 #[cfg(not(loom))]

@@ -192,7 +192,9 @@ impl StoreSpec {
 
 fn errno_of(error: &io::Error) -> Errno {
     match error.kind() {
-        io::ErrorKind::StorageFull => Errno::ENOSPC,
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+            Errno::ENOSPC
+        }
         io::ErrorKind::ReadOnlyFilesystem => Errno::EROFS,
         _ => Errno::EIO,
     }

@@ -15,6 +15,7 @@ use thiserror::Error;
 
 use freestone_core::device::{Geometry, IO_ALIGN_BYTES, IoBuf};
 use freestone_core::file_locks::{self, Access, Held};
+use freestone_core::file_size_limit::Explained;
 use freestone_core::replace::{NEW_PREFIX, Place, Unfinished};
 use freestone_core::sync::thread;
 
@@ -38,7 +39,7 @@ const STREAM_BYTES: u32 = 1 << 20;
 #[derive(Debug, Error)]
 pub enum SetupError {
     /// A system call failed: missing, no permission, in use by the kernel.
-    #[error("{}: cannot {what}: {source}", path.display())]
+    #[error("{}: cannot {what}: {}", path.display(), Explained(source))]
     Call {
         /// The file.
         path: PathBuf,

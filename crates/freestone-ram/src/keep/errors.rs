@@ -6,12 +6,13 @@ use std::path::PathBuf;
 use thiserror::Error;
 
 use crate::save::{RestoreError, SaveError};
+use freestone_core::file_size_limit::Explained;
 
 /// Why something could not be done with kept devices.
 #[derive(Debug, Error)]
 pub enum KeepError {
     /// The directory could not be made, read, or changed.
-    #[error("cannot use {}: {source}", path.display())]
+    #[error("cannot use {}: {}", path.display(), Explained(source))]
     Directory {
         /// Which.
         path: PathBuf,

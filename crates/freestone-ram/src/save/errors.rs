@@ -9,6 +9,7 @@ use super::format::VERSION;
 use super::{BaseIdentity, DEPTH_MAX, DEVICES_MAX, NAME_BYTES_MAX};
 use crate::ram::SetupError;
 use freestone_core::device;
+use freestone_core::file_size_limit::Explained;
 
 /// Why devices could not be saved. The old file, if there was one, is as it was; only where the
 /// very last step failed, to make the new one's name durable, either may be there after a crash.
@@ -62,7 +63,7 @@ pub enum SaveError {
         error: device::Error,
     },
     /// The file could not be written.
-    #[error("cannot write {}: {source}", path.display())]
+    #[error("cannot write {}: {}", path.display(), Explained(source))]
     Write {
         /// Which.
         path: PathBuf,

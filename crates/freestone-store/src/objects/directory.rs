@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::Once;
 
+use freestone_core::file_size_limit::Explained;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
@@ -253,7 +254,7 @@ fn sync_dir(dir: &Path) -> Result<()> {
 }
 
 fn of_io(path: &Path, error: &io::Error) -> Fault {
-    let said = format!("{}: {error}", path.display());
+    let said = format!("{}: {}", path.display(), Explained(error));
     match error.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::IsADirectory => {
             Fault::NotFound

@@ -1,18 +1,26 @@
 //! A server whose process is limited: nobody reads its output, threads, descriptors or file sizes run out,
 //! signals arrive that it has no use for.
 
+mod file_sizes;
+mod signals;
 mod threads;
 mod unread;
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use rustix::process::Signal;
+use rustix::process::{Resource, Rlimit, Signal, prlimit};
 
-use crate::harness::Serve;
+use crate::harness::{Serve, freestone};
 
 /// Far longer than an orderly end takes, also on a slow machine.
 const END_MAX: Duration = Duration::from_secs(60);
+
+/// Sets a limit of a running server.
+fn limit(serve: &Serve, resource: Resource, most: u64) {
+    let limit = Rlimit { current: Some(most), maximum: Some(most) };
+    prlimit(Some(serve.pid()), resource, limit).unwrap();
+}
 
 /// Ends a server with SIGTERM, which must succeed in time.
 #[track_caller]
@@ -29,6 +37,15 @@ fn end(serve: Serve) -> tempfile::TempDir {
     let (code, dir) = serve.wait();
     assert_eq!(code, Some(0));
     dir
+}
+
+/// Starts a server whose log is in the file `log`.
+fn start_logged(devices: &[&str]) -> Serve {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = freestone(dir.path());
+    command.arg("serve").args(devices).args(["--nbd", "unix:nbd", "--control", "control"]);
+    command.stderr(std::fs::File::create(dir.path().join("log")).unwrap());
+    Serve::ready(dir, command)
 }
 
 fn text(path: &Path) -> &str {

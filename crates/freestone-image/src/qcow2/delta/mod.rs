@@ -20,6 +20,7 @@ use std::path::PathBuf;
 use thiserror::Error;
 
 use freestone_core::device::{self, Device, ExtentKind};
+use freestone_core::file_size_limit::Explained;
 
 use super::error::SetupError;
 
@@ -62,7 +63,7 @@ pub enum DeltaError {
         reason: String,
     },
     /// The delta cannot be put there. What was there is still there.
-    #[error("{}: cannot be written: {source}", path.display())]
+    #[error("{}: cannot be written: {}", path.display(), Explained(source))]
     Write {
         /// The delta.
         path: PathBuf,

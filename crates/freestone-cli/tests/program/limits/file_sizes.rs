@@ -1,0 +1,36 @@
+//! `RLIMIT_FSIZE` of the server.
+
+use std::fs;
+
+use rustix::process::Resource;
+
+use super::{limit, start_logged, text};
+use crate::drives::raw::Raw;
+
+const LIMIT: u64 = 1 << 20;
+const ENOSPC: u32 = 28;
+
+#[test]
+fn file_size_limit_fails_requests_and_verbs_as_no_space() {
+    let devices = ["full=ram,disksize=64M", "later=ram,disksize=64M", "base=null,size=1M"];
+    let serve = start_logged(&devices);
+    let random: Vec<u8> = (0..4_u32 << 20).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    assert_eq!(Raw::connect(&serve, "full").write(0, 0, &random), 0);
+    limit(&serve, Resource::Fsize, LIMIT);
+    // Its memory file does not exist yet.
+    assert_eq!(Raw::connect(&serve, "later").write(0, 0, &[7; 4096]), ENOSPC);
+    let refused = |verb: &[&str]| {
+        let (code, _, err) = serve.tried(&[verb, &["--json"]].concat());
+        assert!(
+            code == 1 && err.contains("ENOSPC") && err.contains("RLIMIT_FSIZE"),
+            "{verb:?}: {code}, {err}"
+        );
+    };
+    refused(&["create", &format!("f=file,path={},size=10M", serve.path("new").display())]);
+    refused(&["save", "full", text(&serve.path("saved"))]);
+    assert!(!serve.path("saved").exists());
+    // What is there stays readable.
+    assert_eq!(Raw::connect(&serve, "full").read(0, 4096), Ok(random[..4096].to_vec()));
+    let log = fs::read_to_string(serve.path("log")).unwrap();
+    assert_eq!(log.matches("RLIMIT_FSIZE limits files to 1048576 bytes").count(), 1, "{log}");
+}
