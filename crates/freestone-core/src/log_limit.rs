@@ -26,6 +26,28 @@ struct Told {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HeldBack(u64);
 
+impl HeldBack {
+    /// The number as a field of an event, or `None` if no line was held back.
+    pub fn field(self) -> Option<u64> {
+        Some(self.0).filter(|lines| *lines > 0)
+    }
+}
+
+/// Logs an event that a client can cause as often as it likes: at the given level once a minute for each
+/// call site, with the field `suppressed` for those in between, which are logged at the level `debug`.
+/// Exports log in no other way what happens before or without a verb.
+#[macro_export]
+macro_rules! client_log {
+    ($level:ident, $($event:tt)+) => {{
+        static LINES: ::std::sync::LazyLock<$crate::log_limit::LogLimit<()>> =
+            ::std::sync::LazyLock::new(::std::default::Default::default);
+        match LINES.line(()) {
+            Some(before) => ::tracing::$level!(suppressed = before.field(), $($event)+),
+            None => ::tracing::debug!($($event)+),
+        }
+    }};
+}
+
 impl fmt::Display for HeldBack {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {

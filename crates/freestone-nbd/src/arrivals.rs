@@ -1,6 +1,7 @@
 //! How connections come: the accepting thread, and a thread for each connection, one that waits for it
 //! or a new one.
 
+use freestone_core::client_log;
 use std::ffi::CString;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -30,7 +31,7 @@ pub fn start(shared: &Arc<ServerShared>) -> io::Result<JoinHandle<()>> {
             || shared.expire(),
             |listener, socket, peer| connect(&shared, listener, socket, peer),
             |listener, errno| {
-                tracing::warn!(listener, error = %errno, "a connection could not be accepted");
+                client_log!(warn, listener, error = %errno, "a connection could not be accepted");
                 shared.lock().refused += 1;
             },
         );
@@ -46,7 +47,7 @@ fn connect(shared: &Arc<ServerShared>, listener: u64, socket: OwnedFd, peer: Str
         thread::Builder::new().name("nbd".to_owned()).spawn(move || serve_many(&shared, link))
     };
     if let Err(error) = spawned {
-        tracing::warn!(address = %link.address, %error, "no thread for a connection");
+        client_log!(warn, address = %link.address, %error, "no thread for a connection");
         shared.leave(&link, false);
         shared.lock().refused += 1;
     }

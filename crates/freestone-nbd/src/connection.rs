@@ -1,5 +1,6 @@
 //! The thread of one connection, from its first byte to its last.
 
+use freestone_core::client_log;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
@@ -23,7 +24,7 @@ pub fn run(shared: &ServerShared, link: &Link) {
     let mut on_end = OnEnd::default();
     let mut panicked = catch_unwind(AssertUnwindSafe(|| serve(shared, link, &mut on_end))).is_err();
     if panicked {
-        tracing::error!(peer = %link.peer(), "the device panicked: its connection is closed");
+        client_log!(error, peer = %link.peer(), "the device panicked: its connection is closed");
     }
     // The client sees the end before the server counts it; the socket itself may outlive this
     // thread for a moment.
@@ -37,7 +38,7 @@ fn serve(shared: &ServerShared, link: &Link, on_end: &mut OnEnd) {
     let handshake = match Handshake::new(shared, link, on_end) {
         Ok(handshake) => handshake,
         Err(error) => {
-            tracing::warn!(peer = %link.peer(), %error, "no memory for a connection");
+            client_log!(warn, peer = %link.peer(), %error, "no memory for a connection");
             return;
         }
     };
@@ -50,17 +51,17 @@ fn serve(shared: &ServerShared, link: &Link, on_end: &mut OnEnd) {
         }
         Err(End::Left) => tracing::debug!(peer = %link.peer(), "left during the handshake"),
         Err(End::TimedOut) => {
-            tracing::warn!(peer = %link.peer(), "the handshake took too long");
+            client_log!(warn, peer = %link.peer(), "the handshake took too long");
             return;
         }
         Err(End::Violation(what)) => {
-            tracing::warn!(peer = %link.peer(), what, "the client broke the protocol in the handshake");
+            client_log!(warn, peer = %link.peer(), what, "the client broke the protocol in the handshake");
         }
         Err(End::Tls(why)) => {
-            tracing::warn!(peer = %link.peer(), why, "no TLS with a client");
+            client_log!(warn, peer = %link.peer(), why, "no TLS with a client");
         }
         Err(End::NoDevice(text)) => {
-            tracing::warn!(peer = %link.peer(), text, "no device for the client, which is not told why");
+            client_log!(warn, peer = %link.peer(), text, "no device for the client, which is not told why");
         }
     }
     linger(link);

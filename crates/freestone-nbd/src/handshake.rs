@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone_core::bytes::Bytes;
+use freestone_core::client_log;
 use freestone_core::device::{Device, Geometry};
 use rustix::net::RecvFlags;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -271,7 +272,7 @@ impl<'a> Handshake<'a> {
                 Ok((export, device))
             }
             Err(text) => {
-                tracing::warn!(export = %export.name, text, "no device could be made for a client");
+                client_log!(warn, export = %export.name, text, "no device could be made for a client");
                 self.shared.withdraw(self.link);
                 Err(EnterError::Failed(sentence(text)))
             }

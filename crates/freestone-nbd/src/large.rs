@@ -4,6 +4,7 @@
 //! One of them is worked on at a time, and the requests behind it wait until it is wholly tried or
 //! submitted: so requests start in the order in which they came.
 
+use freestone_core::client_log;
 use freestone_core::device::{Buffer, Flags, IoBuf, Request, Tried};
 
 use crate::errno::{Action, Failure};
@@ -141,7 +142,7 @@ impl Session<'_> {
                     self.tell_failure(cause);
                 }
                 // The client was told that all is well, and the protocol has no other way back.
-                tracing::warn!(
+                client_log!(warn,
                     peer = %self.link.peer(), export = %self.export.name, error = %failure.text,
                     "a read failed behind its first 32 MiB, without structured replies: the connection ends"
                 );

@@ -1,6 +1,7 @@
 //! From a request on the wire to the device and back: the path of every request, and the whole path
 //! of those that are done at once.
 
+use freestone_core::client_log;
 use freestone_core::device::{Buffer, Error, Flags, IoBuf, Op, Request, Tried};
 use freestone_core::workers::MIN_BYTES;
 use zerocopy::FromBytes;
@@ -78,7 +79,7 @@ impl Session<'_> {
             return Ok(Ok((command, incoming)));
         }
         if incoming.len > MAX_PAYLOAD_BYTES.into() {
-            tracing::warn!(
+            client_log!(warn,
                 peer = %self.link.peer(),
                 export = %self.export.name,
                 len = incoming.len,
@@ -100,7 +101,7 @@ impl Session<'_> {
     /// What stands where a request should: the connection ends.
     #[cold]
     fn no_request(&self, magic: u32) -> Step {
-        tracing::warn!(
+        client_log!(warn,
             peer = %self.link.peer(),
             export = %self.export.name,
             magic = format_args!("{magic:#010x}"),

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use freestone_core::allow::Denials;
 use freestone_core::budget::Budget;
+use freestone_core::client_log;
 use freestone_core::workers::Workers;
 
 use crate::acceptor::{Acceptor, Next};
@@ -113,7 +114,8 @@ impl ServerShared {
         if tables.connections.len() >= self.limits.max_connections {
             tables.refused += 1;
             drop(tables);
-            tracing::warn!(
+            client_log!(
+                warn,
                 peer,
                 max_connections = self.limits.max_connections,
                 "too many connections: a new one is closed"
@@ -126,7 +128,7 @@ impl ServerShared {
             Err(error) => {
                 tables.refused += 1;
                 drop(tables);
-                tracing::warn!(%error, "no resources for a connection");
+                client_log!(warn, %error, "no resources for a connection");
                 None
             }
         }
@@ -266,7 +268,7 @@ impl ServerShared {
         match room {
             Room::Free => Next::Accept(until),
             Room::For(link) => {
-                tracing::warn!(
+                client_log!(warn,
                     peer = %link.peer(),
                     max_newcomers = self.limits.max_newcomers,
                     "too many connections that choose no export: the oldest is closed"
@@ -285,7 +287,7 @@ impl ServerShared {
         }
         self.wait_for_end(&mut links, grace);
         for link in &links {
-            tracing::warn!(peer = %link.peer(), "the connection did not end in time and is cut");
+            client_log!(warn, peer = %link.peer(), "the connection did not end in time and is cut");
             link.cut();
         }
         self.wait_for_end(&mut links, CUT_WAIT);

@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use freestone_core::client_log;
 use freestone_core::device::{Device, Geometry};
 
 /// A device that was made for one connection.
@@ -94,7 +95,7 @@ impl OnEnd {
         let Some(call) = self.0.take() else { return false };
         let panicked = catch_unwind(AssertUnwindSafe(call)).is_err();
         if panicked {
-            tracing::error!("the end of a template's device panicked");
+            client_log!(error, "the end of a template's device panicked");
         }
         panicked
     }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use freestone_core::allow::{AllowList, Denials, peer_of};
 use freestone_core::budget::Budget;
+use freestone_core::client_log;
 use freestone_core::device::{Device, Disk, Failures};
 use freestone_core::places::{Place, Places};
 use freestone_core::unix_socket::{Access, BindError, SocketFile, bind_to};
@@ -335,7 +336,7 @@ fn serve(shared: &Shared, socket: &OwnedFd, name: &str, options: &Options) {
             Ok(connection) => connection,
             Err(Errno::AGAIN | Errno::INTR) => continue,
             Err(error) => {
-                tracing::warn!("{name}: vhost-user: no frontend can be accepted: {error}");
+                client_log!(warn, "{name}: vhost-user: no frontend can be accepted: {error}");
                 std::thread::sleep(ACCEPT_PAUSE);
                 continue;
             }
@@ -349,7 +350,7 @@ fn serve(shared: &Shared, socket: &OwnedFd, name: &str, options: &Options) {
         }
         let guest = Arc::new(Guest::new(connection));
         let Some(_places) = places(shared, &options.places) else {
-            tracing::warn!("{name}: vhost-user: a frontend finds no place (max_clients) and is sent away");
+            client_log!(warn, "{name}: vhost-user: a frontend finds no place (max_clients) and is sent away");
             continue;
         };
         let disk = {

@@ -1,5 +1,6 @@
 //! One frontend: its messages, one after the other.
 
+use freestone_core::client_log;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -74,7 +75,7 @@ impl Session {
                 Ok(message) => message,
                 Err(Gone::Closed) => break,
                 Err(Gone::Garbage(what)) => {
-                    tracing::warn!("{}: vhost-user: the frontend sent {what}", self.around.disk.name);
+                    client_log!(warn, "{}: vhost-user: the frontend sent {what}", self.around.disk.name);
                     break;
                 }
             };
@@ -86,7 +87,7 @@ impl Session {
                 Ok(Answer::Done) if wants_ack => reply(socket, request, &0_u64.to_ne_bytes(), None),
                 Ok(Answer::Done) => Ok(()),
                 Err(refusal) => {
-                    tracing::warn!("{}: vhost-user: message {request}: {refusal}", self.around.disk.name);
+                    client_log!(warn, "{}: vhost-user: message {request}: {refusal}", self.around.disk.name);
                     // Without an answer the frontend would go on as if it were done.
                     if wants_ack {
                         reply(socket, request, &1_u64.to_ne_bytes(), None)

@@ -3,6 +3,7 @@
 //! A verb runs on the thread of its connection. So one that takes long, or whose disk hangs, holds
 //! up nobody but its client.
 
+use freestone_core::client_log;
 use std::io::{self, BufRead, BufReader, BufWriter, Read as _, Write};
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,7 +15,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use serde_json::Value;
 use serde_json::value::RawValue;
-use tracing::{debug, warn};
+use tracing::debug;
 
 use super::caller::Caller;
 use super::connections::{Connections, Place};
@@ -108,7 +109,7 @@ fn accept_all(
             _ if connections.is_closing() => return,
             Ok((stream, _)) => start_connection(stream, connections, handler, spare),
             Err(e) => {
-                warn!("control: cannot accept a connection: {e}");
+                client_log!(warn, "control: cannot accept a connection: {e}");
                 connections.make_room();
                 thread::sleep(ACCEPT_PAUSE);
             }
@@ -167,7 +168,7 @@ fn start_connection(
             Err(_) if connections.is_closing() => return,
             Err(_) if spare.try_send(client.clone()).is_ok() => return,
             Err(e) => {
-                warn!("control: cannot start a thread for a connection: {e}");
+                client_log!(warn, "control: cannot start a thread for a connection: {e}");
                 connections.make_room();
                 thread::sleep(ACCEPT_PAUSE);
             }

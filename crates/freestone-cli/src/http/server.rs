@@ -1,5 +1,6 @@
 //! The listener: a thread for each of a few connections.
 
+use freestone_core::client_log;
 use std::io::{self, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -112,7 +113,7 @@ fn accept_all<S: Site>(listener: &TcpListener, shared: &Arc<Shared<S>>) {
             // The client left before it was its turn.
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
             Err(error) => {
-                warn!("{}: cannot accept a connection: {error}", S::NAME);
+                client_log!(warn, "{}: cannot accept a connection: {error}", S::NAME);
                 thread::sleep(ACCEPT_PAUSE);
             }
         }
@@ -139,7 +140,7 @@ fn start<S: Site>(stream: TcpStream, shared: &Arc<Shared<S>>) {
         }
     });
     if let Err(error) = started {
-        warn!("{}: cannot start a thread for a connection: {error}", S::NAME);
+        client_log!(warn, "{}: cannot start a thread for a connection: {error}", S::NAME);
     }
 }
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use freestone_core::answers::Answers;
+use freestone_core::client_log;
 use freestone_core::device::zoned::ZoneRequest;
 use freestone_core::device::{Buffer, Completion, Error, Geometry, IoBuf, Op, Request, Tried};
 use freestone_core::plug::Plug;
@@ -84,7 +85,7 @@ impl Queue {
             if is_cut {
                 self.commit(task.tag, CUT);
             } else {
-                tracing::error!("{}: ublk: the data of a write did not come: {moved:?}", self.disk.name);
+                client_log!(error, "{}: ublk: the data of a write did not come: {moved:?}", self.disk.name);
                 self.fail(&task, Error::Media);
             }
             return 0;

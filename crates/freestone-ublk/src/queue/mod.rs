@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone_core::bytes::Bytes;
+use freestone_core::client_log;
 use freestone_core::device::{Disk, Error};
 use freestone_core::plug::Plug;
 use freestone_core::workers::Costs;
@@ -232,14 +233,20 @@ impl Queue {
             return;
         }
         if self.parts.user_copy && result == NOT_DONE {
-            tracing::error!("{}: ublk: the kernel has not taken the data of a read", self.disk.name);
+            client_log!(error, "{}: ublk: the kernel has not taken the data of a read", self.disk.name);
             return self.commit(tag, CUT);
         }
         slot.place = Place::Gone;
         self.gone += 1;
         let errno = errno_of(result);
         if errno != Errno::NODEV {
-            tracing::error!(tag, queue = self.parts.index, "{}: ublk: lost a tag: {errno}", self.disk.name);
+            client_log!(
+                error,
+                tag,
+                queue = self.parts.index,
+                "{}: ublk: lost a tag: {errno}",
+                self.disk.name
+            );
         }
     }
 

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use freestone_core::answers::Answers;
 use freestone_core::budget::{Granted, Share};
 use freestone_core::bytes::Bytes;
+use freestone_core::client_log;
 use freestone_core::device::{Buffer, Completion, Disk, Error, Flags, IoBuf, Op, Request, Tried};
 use freestone_core::plug::Plug;
 use freestone_core::workers::{Costs, MIN_BYTES, Workers};
@@ -516,7 +517,7 @@ impl Queue {
     /// The driver has broken the rules, or the frontend its memory.
     #[cold]
     fn end(&mut self, broken: Broken) {
-        tracing::warn!(queue = self.parts.index, "{}: vhost-user: {broken}", self.parts.disk.name);
+        client_log!(warn, queue = self.parts.index, "{}: vhost-user: {broken}", self.parts.disk.name);
         if let Some(err) = &self.parts.err {
             let _ = rustix::io::write(err.as_fd(), &1_u64.to_ne_bytes());
         }

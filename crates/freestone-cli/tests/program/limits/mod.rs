@@ -2,6 +2,7 @@
 //! signals arrive that it has no use for.
 
 mod file_sizes;
+mod log_lines;
 mod signals;
 mod threads;
 mod unread;
