@@ -19,7 +19,7 @@
 //! * [`mapped`], [`stack`]: memory that can be given back while it is kept.
 //! * [`replace`], [`file_locks`], [`unix_socket`]: files that are never half written, and never
 //!   somebody else's.
-//! * [`file_size_limit`]: `RLIMIT_FSIZE` in errors of files.
+//! * [`file_size_limit`], [`descriptor_reserve`]: `RLIMIT_FSIZE` and `RLIMIT_NOFILE`.
 //! * [`allow`]: who may connect to an address.
 //!
 //! Only [`device`] is a promise to users; the rest is for the crates of this workspace and may
@@ -47,6 +47,8 @@ pub mod budget;
 pub mod bytes;
 #[cfg(not(loom))]
 pub mod consistency_group;
+#[cfg(not(loom))]
+pub mod descriptor_reserve;
 pub mod device;
 #[cfg(not(loom))]
 pub mod file_locks;

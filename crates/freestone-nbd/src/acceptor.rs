@@ -8,6 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use freestone_core::allow::peer_of;
+use freestone_core::descriptor_reserve::Reserve;
 use rustix::buffer::spare_capacity;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
 use rustix::io::Errno;
@@ -141,6 +142,7 @@ impl Acceptor {
         // None: it was removed after its event.
         for socket in table.get(&listener).into_iter().flatten() {
             match acceptfrom_with(socket, SocketFlags::CLOEXEC) {
+                Ok((stream, _)) if Reserve::OF_CLIENTS.includes(&stream) => accepted.push(Err(Errno::MFILE)),
                 Ok((stream, peer)) => {
                     let peer = describe_peer(&stream, peer);
                     accepted.push(Ok((stream, peer)));

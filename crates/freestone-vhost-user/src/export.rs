@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use freestone_core::allow::{AllowList, Denials, peer_of};
 use freestone_core::budget::Budget;
 use freestone_core::client_log;
+use freestone_core::descriptor_reserve::Reserve;
 use freestone_core::device::{Device, Disk, Failures};
 use freestone_core::places::{Place, Places};
 use freestone_core::unix_socket::{Access, BindError, SocketFile, bind_to};
@@ -332,7 +333,11 @@ fn serve(shared: &Shared, socket: &OwnedFd, name: &str, options: &Options) {
         if shared.lock().is_ending() {
             return;
         }
-        let connection = match accept_with(socket, SocketFlags::CLOEXEC) {
+        let accepted = match accept_with(socket, SocketFlags::CLOEXEC) {
+            Ok(connection) if Reserve::OF_CLIENTS.includes(&connection) => Err(Errno::MFILE),
+            accepted => accepted,
+        };
+        let connection = match accepted {
             Ok(connection) => connection,
             Err(Errno::AGAIN | Errno::INTR) => continue,
             Err(error) => {

@@ -4,6 +4,8 @@
 //! up nobody but its client.
 
 use freestone_core::client_log;
+use freestone_core::descriptor_reserve::Reserve;
+use rustix::io::Errno;
 use std::io::{self, BufRead, BufReader, BufWriter, Read as _, Write};
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -105,7 +107,11 @@ fn accept_all(
     spare: &SyncSender<Client>,
 ) {
     loop {
-        match socket.listener().accept() {
+        let accepted = match socket.listener().accept() {
+            Ok((stream, _)) if Reserve::OF_VERBS.includes(&stream) => Err(Errno::MFILE.into()),
+            accepted => accepted,
+        };
+        match accepted {
             _ if connections.is_closing() => return,
             Ok((stream, _)) => start_connection(stream, connections, handler, spare),
             Err(e) => {

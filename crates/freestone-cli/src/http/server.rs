@@ -1,6 +1,7 @@
 //! The listener: a thread for each of a few connections.
 
 use freestone_core::client_log;
+use freestone_core::descriptor_reserve::Reserve;
 use std::io::{self, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -109,6 +110,7 @@ fn accept_all<S: Site>(listener: &TcpListener, shared: &Arc<Shared<S>>) {
             return;
         }
         match accepted {
+            Ok((stream, _)) if Reserve::OF_CLIENTS.includes(&stream) => turn_away::<S>(&stream),
             Ok((stream, _)) => start(stream, shared),
             // The client left before it was its turn.
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}

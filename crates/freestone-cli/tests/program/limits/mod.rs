@@ -1,6 +1,7 @@
 //! A server whose process is limited: nobody reads its output, threads, descriptors or file sizes run out,
 //! signals arrive that it has no use for.
 
+mod descriptors;
 mod file_sizes;
 mod log_lines;
 mod signals;

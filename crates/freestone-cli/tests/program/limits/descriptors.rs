@@ -1,0 +1,39 @@
+//! Clients take all descriptors that there are.
+
+use std::os::unix::net::UnixStream;
+
+use rustix::process::Resource;
+use serde_json::json;
+
+use super::{end, limit};
+use crate::drives::raw::Raw;
+use crate::harness::{Serve, ask};
+
+const DESCRIPTORS: u64 = 128;
+
+#[test]
+fn descriptors_taken_by_clients_leave_verbs_and_saves_some() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("image"), [7; 4096]).unwrap();
+    let start = |dir| {
+        let args = ["r=ram,disksize=16M,keep=yes", "--state", "state"];
+        Serve::start_in(dir, &args, true)
+    };
+    let serve = start(dir);
+    limit(&serve, Resource::Nofile, DESCRIPTORS);
+    let _silent: Vec<_> = (0..DESCRIPTORS).map(|_| UnixStream::connect(serve.path("nbd")).unwrap()).collect();
+    // The acceptor takes one after the other.
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    let control = serve.control();
+    control.set_read_timeout(Some(std::time::Duration::from_secs(20))).unwrap();
+    let verb = |method: &str, params: serde_json::Value| {
+        let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
+        let answer = ask(&control, request.to_string().as_bytes());
+        assert!(answer["error"].is_null(), "{method}: {answer}");
+    };
+    verb("create", json!({ "device": format!("f=file,path={},publish=yes", serve.path("image").display()) }));
+    verb("save", json!({ "names": ["r"], "file": serve.path("saved") }));
+    drop(control);
+    let serve = start(end(serve));
+    assert_eq!(Raw::connect(&serve, "f").read(0, 4096), Ok(vec![7; 4096]));
+}
