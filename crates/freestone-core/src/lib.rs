@@ -18,7 +18,7 @@
 //! * [`log_limit`]: lines of what happens again and again.
 //! * [`mapped`], [`stack`]: memory that can be given back while it is kept.
 //! * [`replace`], [`file_locks`], [`unix_socket`]: files that are never half written, and never
-//!   somebody else's.
+//!   somebody else's; [`fail_points`]: their system calls, which tests make fail.
 //! * [`file_size_limit`], [`descriptor_reserve`]: `RLIMIT_FSIZE` and `RLIMIT_NOFILE`.
 //! * [`allow`]: who may connect to an address.
 //!
@@ -50,6 +50,8 @@ pub mod consistency_group;
 #[cfg(not(loom))]
 pub mod descriptor_reserve;
 pub mod device;
+#[cfg(not(loom))]
+pub mod fail_points;
 #[cfg(not(loom))]
 pub mod file_locks;
 #[cfg(not(loom))]

@@ -19,6 +19,7 @@ use rustix::fs::{AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, Stat};
 use rustix::io::Errno;
 use tempfile::TempPath;
 
+use crate::fail_points::{self, Call};
 use crate::file_locks::{self, Access};
 use crate::sync::{Instant, LazyLock, Mutex, thread};
 
@@ -76,6 +77,29 @@ impl Replace {
             Self::SameKind => MayGo::Only { are, kind },
             Self::Any => MayGo::Any,
         }
+    }
+}
+
+/// Whether a file that was [put](Place::put) in its place stays there after a crash.
+#[derive(Debug)]
+#[must_use]
+pub enum Durability {
+    /// The file and its name are durable.
+    Durable,
+    /// The new file is in its place, or may be, and a crash can bring the old state back: why.
+    /// A later fsync that succeeds does not settle that; only another file does.
+    Unknown(io::Error),
+}
+
+impl Durability {
+    /// Returns an error unless the name is durable.
+    ///
+    /// # Errors
+    /// The reason, of the same kind.
+    pub fn into_result(self) -> io::Result<()> {
+        let Self::Unknown(error) = self else { return Ok(()) };
+        let why = format!("the file is in its place, but a crash may undo that; write it again: {error}");
+        Err(io::Error::new(error.kind(), why))
     }
 }
 
@@ -191,6 +215,8 @@ impl Place {
     /// A file for this process's user alone; it is gone when it is dropped. Its name, if it must
     /// have one, begins with `prefix`.
     pub fn begin(&self, prefix: &'static str) -> io::Result<Unfinished> {
+        // Opened before the work: afterwards only the fsync can fail.
+        let dir = self.open_dir()?;
         let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
         let (file, name) = match rustix::fs::open(&self.dir, flags, Mode::RUSR | Mode::WUSR) {
             Ok(fd) if can_be_named(&fd) => (File::from(fd), None),
@@ -205,29 +231,35 @@ impl Place {
         };
         // By that others see that it is not left behind.
         let _ = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive);
-        Ok(Unfinished { file, name, prefix })
+        Ok(Unfinished { file, name, prefix, dir })
     }
 
-    /// Makes it durable, and puts it in the old one's place, unless that may not go.
-    pub fn put(&self, unfinished: Unfinished, may_go: MayGo) -> io::Result<()> {
-        let Unfinished { file, mut name, prefix } = unfinished;
-        file.sync_all()?;
+    /// Makes the file durable, and puts it in the old one's place, unless that may not go.
+    ///
+    /// # Errors
+    /// The place is as it was.
+    pub fn put(&self, unfinished: Unfinished, may_go: MayGo) -> io::Result<Durability> {
+        let Unfinished { file, mut name, prefix, dir } = unfinished;
+        fail_points::call(Call::SyncFile, || file.sync_all())?;
         for _ in 0..TRIES {
             let old = self.old(may_go)?;
-            let named = match (name.take(), &old) {
-                (Some(name), _) => name,
-                (None, Some(_)) => Name::new(&self.dir, prefix, |path| link(&file, path))?.1,
-                (None, None) => match link(&file, &self.path) {
-                    Ok(()) => return self.end(file),
-                    Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
-                    Err(error) => return Err(error),
-                },
+            let placed = match (name.take(), &old) {
+                (Some(name), _) => name.rename(&self.path, old.is_some()),
+                (None, Some(_)) => {
+                    Name::new(&self.dir, prefix, |path| link(&file, path))?.1.rename(&self.path, true)
+                }
+                (None, None) => {
+                    fail_points::call(Call::Place, || link(&file, &self.path)).map_err(|error| (error, None))
+                }
             };
-            match named.rename(&self.path, old.is_some()) {
-                Ok(()) => return self.end(file),
+            let Err((error, back)) = placed else { return Ok(end(file, &dir)) };
+            match self.has(&file) {
+                // The call failed after it was done.
+                Ok(true) => return Ok(end(file, &dir)),
                 // Somebody has put a file there meanwhile: it is looked at.
-                Err((error, back)) if error.kind() == io::ErrorKind::AlreadyExists => name = back,
-                Err((error, _)) => return Err(error),
+                Ok(false) if error.kind() == io::ErrorKind::AlreadyExists => name = back,
+                Ok(false) => return Err(error),
+                Err(_) => return Ok(Durability::Unknown(error)),
             }
         }
         Err(io::Error::new(io::ErrorKind::ResourceBusy, "others keep putting files there"))
@@ -240,28 +272,54 @@ impl Place {
     /// [`AlreadyExists`](io::ErrorKind::AlreadyExists): something lies there; the system's.
     pub fn put_new(&self, unfinished: Unfinished) -> io::Result<File> {
         let made = unfinished.made(self)?;
-        let Unfinished { file, name, .. } = unfinished;
-        file.sync_all()?;
-        match name {
-            None => link(&file, &self.path)?,
-            Some(name) => name.rename(&self.path, false).map_err(|(error, _)| error)?,
-        }
-        self.keep_name().inspect_err(|_| made.remove())?;
+        let Unfinished { file, name, dir, .. } = unfinished;
+        fail_points::call(Call::SyncFile, || file.sync_all())?;
+        let placed = match name {
+            None => fail_points::call(Call::Place, || link(&file, &self.path)),
+            Some(name) => name.rename(&self.path, false).map_err(|(error, _)| error),
+        };
+        // A call that failed may have been done.
+        placed.and_then(|()| sync_dir(&dir)).inspect_err(|_| made.remove())?;
         Ok(file)
     }
 
-    /// It is there: whoever wants to may open it.
-    fn end(&self, file: File) -> io::Result<()> {
-        // Closing would do, but a program that is just being started has the file until it runs.
-        file_locks::unlock(file.as_fd());
-        drop(file);
-        self.keep_name()
+    /// Returns true if the place holds this file.
+    fn has(&self, file: &File) -> io::Result<bool> {
+        let own = rustix::fs::fstat(file)?;
+        match rustix::fs::lstat(&self.path) {
+            Ok(found) => Ok(is_same(own, found)),
+            Err(Errno::NOENT) => Ok(false),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    fn open_dir(&self) -> io::Result<File> {
+        fail_points::call(Call::OpenDir, || File::open(&self.dir))
     }
 
     /// Makes it durable that the file has this name.
     pub fn keep_name(&self) -> io::Result<()> {
-        File::open(&self.dir)?.sync_all()
+        sync_dir(&self.open_dir()?)
     }
+}
+
+/// Ends the work on a file that is in its place: whoever wants to may open it.
+fn end(file: File, dir: &File) -> Durability {
+    // Closing would do, but a program that is just being started has the file until it runs.
+    file_locks::unlock(file.as_fd());
+    drop(file);
+    match sync_dir(dir) {
+        Ok(()) => Durability::Durable,
+        Err(error) => Durability::Unknown(error),
+    }
+}
+
+/// Makes the names in a directory durable.
+///
+/// # Errors
+/// The names may be there after a crash, or not.
+pub fn sync_dir(dir: &File) -> io::Result<()> {
+    fail_points::call(Call::SyncDir, || dir.sync_all())
 }
 
 fn no_file() -> io::Error {
@@ -274,6 +332,7 @@ pub struct Unfinished {
     file: File,
     name: Option<Name>,
     prefix: &'static str,
+    dir: File,
 }
 
 impl Unfinished {
@@ -317,9 +376,12 @@ fn by_descriptor(file: &impl AsRawFd) -> PathBuf {
 }
 
 fn can_be_named(file: &(impl AsRawFd + AsFd)) -> bool {
-    let same = |a: Stat, b: Stat| (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino);
     // Without /proc there is no way that needs no privilege.
-    rustix::fs::fstat(file).is_ok_and(|a| rustix::fs::stat(by_descriptor(file)).is_ok_and(|b| same(a, b)))
+    rustix::fs::fstat(file).is_ok_and(|a| rustix::fs::stat(by_descriptor(file)).is_ok_and(|b| is_same(a, b)))
+}
+
+fn is_same(a: Stat, b: Stat) -> bool {
+    (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 }
 
 fn link(file: &File, to: &Path) -> io::Result<()> {
@@ -358,9 +420,18 @@ impl Name {
         let mut names = NAMES.lock();
         let Some(path) = self.0.take() else { return Ok(()) };
         let from = path.to_path_buf();
-        let renamed = if over { path.persist(to) } else { path.persist_noclobber(to) };
-        let outcome = renamed.map_err(|failed| (failed.error, Some(Self(Some(failed.path)))));
-        if outcome.is_ok() {
+        // Each failure gives the path back.
+        let mut path = Some(path);
+        let renamed = fail_points::call(Call::Place, || {
+            let Some(own) = path.take() else { return Ok(()) };
+            let renamed = if over { own.persist(to) } else { own.persist_noclobber(to) };
+            renamed.map_err(|failed| {
+                path = Some(failed.path);
+                failed.error
+            })
+        });
+        let outcome = renamed.map_err(|error| (error, path.map(|path| Self(Some(path)))));
+        if !matches!(outcome, Err((_, Some(_)))) {
             names.paths.retain(|path| *path != from);
         }
         drop(names);
@@ -434,7 +505,8 @@ mod tests {
     fn begin_named(place: &Place) -> Unfinished {
         let (file, name) = Name::new(&place.dir, SAVE_PREFIX, |path| File::create_new(path)).unwrap();
         rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
-        Unfinished { file, name: Some(name), prefix: SAVE_PREFIX }
+        let dir = place.open_dir().unwrap();
+        Unfinished { file, name: Some(name), prefix: SAVE_PREFIX, dir }
     }
 
     #[test]
@@ -448,7 +520,7 @@ mod tests {
                 let unfinished = if named { begin_named(&place) } else { place.begin(SAVE_PREFIX).unwrap() };
                 unfinished.as_file().write_all(content.as_bytes()).unwrap();
                 assert_eq!(left_behind(&path), [] as [PathBuf; 0], "somebody works on it");
-                place.put(unfinished, ANY).unwrap();
+                place.put(unfinished, ANY).unwrap().into_result().unwrap();
                 assert_eq!(
                     (fs::read_to_string(&path).unwrap().as_str(), names(dir.path()).len()),
                     (content, 1)
@@ -470,7 +542,7 @@ mod tests {
                         let place = Place::new(path).unwrap();
                         let unfinished = place.begin(SAVE_PREFIX).unwrap();
                         unfinished.as_file().write_all(content.as_bytes()).unwrap();
-                        place.put(unfinished, ANY).unwrap();
+                        place.put(unfinished, ANY).unwrap().into_result().unwrap();
                     }
                 });
             }
@@ -492,6 +564,48 @@ mod tests {
             assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
             assert_eq!(names(dir.path()), ["x"]);
             fs::remove_file(&path).unwrap();
+        }
+    }
+
+    /// Each step of [`Place::put`] fails, before it is done and after.
+    #[test]
+    #[cfg(debug_assertions)]
+    fn put_step_fails_outcome_is_what_is_there() {
+        use crate::fail_points::Fault;
+
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x");
+        for (call, is_done) in [
+            (Call::SyncFile, false),
+            (Call::Place, false),
+            (Call::Place, true),
+            (Call::SyncDir, false),
+            (Call::SyncDir, true),
+        ] {
+            for (named, old) in [(false, false), (true, false), (false, true), (true, true)] {
+                let _ = fs::remove_file(&path);
+                if old {
+                    fs::write(&path, "old").unwrap();
+                }
+                let place = Place::new(&path).unwrap();
+                let unfinished = if named { begin_named(&place) } else { place.begin(SAVE_PREFIX).unwrap() };
+                unfinished.as_file().write_all(b"new").unwrap();
+                fail_points::inject(Some(Fault { call, after: 0, times: 1, errno: Errno::IO, is_done }));
+                let put = place.put(unfinished, ANY);
+                fail_points::inject(None);
+                let shown = format!("{call:?}, done: {is_done}, named: {named}, old: {old}");
+                let found = fs::read_to_string(&path).unwrap_or_default();
+                match (call, is_done) {
+                    (Call::Place, true) => assert!(matches!(put, Ok(Durability::Durable)), "{shown}"),
+                    (Call::SyncDir, _) => assert!(matches!(put, Ok(Durability::Unknown(_))), "{shown}"),
+                    _ => {
+                        assert_eq!(put.unwrap_err().raw_os_error(), Some(5), "{shown}");
+                        assert_eq!(found, if old { "old" } else { "" }, "{shown}");
+                        continue;
+                    }
+                }
+                assert_eq!((found.as_str(), names(dir.path()).len()), ("new", 1), "{shown}");
+            }
         }
     }
 

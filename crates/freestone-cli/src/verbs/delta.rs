@@ -223,8 +223,9 @@ impl Verb for Save {
         let left_behind = left_behind(&file);
         let saved = delta::save_with(&*looked.device, &base, format, &file, &options, &mut progress);
         let saved = saved.map_err(|error| {
-            // Also another error: at the end of the server, what hangs fails.
-            if job.is_over() {
+            // Also another error: at the end of the server, what hangs fails. A failed write says itself
+            // what is in the file's place.
+            if job.is_over() && !matches!(error, DeltaError::Write { .. }) {
                 return job.cancelled(&format!("{} is as it was", file.display()));
             }
             failed(&name, "save", &error)

@@ -122,8 +122,9 @@ impl Verb for Save {
         let left_behind = left_behind(&file);
         let saved = save_with(&devices, &file, &options, &mut |done, total| job.note(done, total));
         let saved = saved.map_err(|error| {
-            // Also another error: at the end of the server, what hangs fails.
-            if job.is_over() {
+            // Also another error: at the end of the server, what hangs fails. A failed write says itself
+            // what is in the file's place.
+            if job.is_over() && !matches!(error, SaveError::Write { .. }) {
                 return job.cancelled(&format!("{} is as it was", file.display()));
             }
             let mut hint = "";

@@ -243,7 +243,7 @@ impl StateFile {
         file.set_len(bytes(layout.zones))?;
         Self::make(&Medium::File(file), layout, fresh)?;
         let made = unfinished.made(&place)?;
-        place.put(unfinished, MayGo::Nothing)?;
+        place.put(unfinished, MayGo::Nothing)?.into_result().inspect_err(|_| made.remove())?;
         Ok(made)
     }
 

@@ -27,8 +27,8 @@ const PART: &str = "part";
 /// A directory that nobody else keeps devices in.
 pub struct Dir {
     pub path: PathBuf,
-    /// Locked as long as this is there.
-    _lock: File,
+    /// Locked as long as this is there. Its fsync makes names durable.
+    lock: File,
 }
 
 /// A file of the chain.
@@ -48,7 +48,7 @@ pub struct Chain {
     pub files: Vec<Member>,
     /// Of the newest.
     pub contents: Contents,
-    /// Files that come after them and cannot be used.
+    /// Newer files, which cannot be used.
     pub left_out: usize,
 }
 
@@ -74,7 +74,7 @@ impl Dir {
         for left in replace::left_behind(&path.join("file")) {
             fs::remove_file(left).map_err(failed)?;
         }
-        Ok(Self { path, _lock: lock })
+        Ok(Self { path, lock })
     }
 
     /// Where a file of the chain is.
@@ -109,7 +109,8 @@ impl Dir {
         Ok(self.files()?.last().map_or(1, |(newest, _)| newest + 1))
     }
 
-    /// The present chain.
+    /// The present chain. An older one counts only where a newer one is damaged: a file that cannot be
+    /// read now may be there again later, and would go over what is saved meanwhile.
     pub fn chain(&self, damaged: Damaged) -> Result<Option<Chain>, KeepError> {
         let files = self.files()?;
         let mut generations: Vec<u64> = files.iter().map(|(generation, _)| *generation).collect();
@@ -119,9 +120,11 @@ impl Dir {
             let is_part = |(of, number): &&(u64, u32)| *of == generation && *number > 0;
             let parts = files.iter().filter(is_part).count();
             match self.chain_of(generation, parts, damaged) {
-                Ok(chain) => return Ok(Some(chain)),
-                // What is newer is not to be written over.
-                Err(error @ RestoreError::Newer { .. }) => return Err(error.into()),
+                Ok(mut chain) => {
+                    chain.left_out += files.iter().filter(|(of, _)| *of > generation).count();
+                    return Ok(Some(chain));
+                }
+                Err(error) if !is_damage(&error) => return Err(error.into()),
                 Err(error) => {
                     tracing::warn!("kept devices: {error}");
                     first_error = first_error.or(Some(error));
@@ -153,8 +156,7 @@ impl Dir {
                     tracing::warn!("kept devices: {error}; what was saved before is used");
                     break;
                 }
-                Err(error @ RestoreError::Newer { .. }) => return Err(error),
-                Err(error) if damaged == Damaged::LeaveOut => {
+                Err(error) if damaged == Damaged::LeaveOut && is_damage(&error) => {
                     tracing::warn!("kept devices: {error}; what was saved before is used");
                     break;
                 }
@@ -195,16 +197,32 @@ impl Dir {
     /// Removes files of a chain.
     pub fn remove(&self, which: impl Fn((u64, u32)) -> bool) -> Result<(), KeepError> {
         // The newest first: what is left is a chain at any moment.
-        for &file in self.files()?.iter().rev().filter(|file| which(**file)) {
-            fs::remove_file(self.place(file.0, file.1)).map_err(|error| self.failed(error))?;
+        let mut gone = self.files()?;
+        gone.retain(|file| which(*file));
+        for &(generation, number) in gone.iter().rev() {
+            fs::remove_file(self.place(generation, number)).map_err(|error| self.failed(error))?;
         }
-        File::open(&self.path).and_then(|dir| dir.sync_all()).map_err(|error| self.failed(error))
+        if gone.is_empty() { Ok(()) } else { self.sync() }
+    }
+
+    /// Makes the names of the files durable.
+    pub fn sync(&self) -> Result<(), KeepError> {
+        replace::sync_dir(&self.lock).map_err(|error| self.failed(error))
     }
 
     /// Bytes that this process may still write there.
     pub fn free_bytes(&self) -> Result<u64, KeepError> {
         let stat = rustix::fs::statvfs(&self.path).map_err(|errno| self.failed(errno.into()))?;
         Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+    }
+}
+
+/// Returns true if no later look at a file can find it right: it is missing, or not what was written.
+fn is_damage(error: &RestoreError) -> bool {
+    match error {
+        RestoreError::Foreign(_) | RestoreError::Incomplete(_) | RestoreError::Damaged { .. } => true,
+        RestoreError::Read { source, .. } => source.kind() == io::ErrorKind::NotFound,
+        _ => false,
     }
 }
 

@@ -16,8 +16,9 @@ use crate::save::known::{Known, Refused};
 use crate::save::reader::{BlockPlace, Node, Reader, Skimmed};
 use crate::save::{BaseIdentity, RestoreError};
 use freestone_core::device::Error;
+use freestone_core::fail_points::{self, Call};
 use freestone_core::log_limit::LogLimit;
-use freestone_core::sync::{AtomicU32, Ordering};
+use freestone_core::sync::{AtomicU32, Instant, Ordering};
 
 /// An algorithm as a file has it.
 pub struct Learned {
@@ -45,13 +46,15 @@ pub struct Blocks {
     salt: u64,
     pub bytes: u64,
     places: Vec<BlockOf>,
+    scanned: Instant,
     lines: LogLimit<()>,
 }
 
 struct BlockOf {
     place: BlockPlace,
     node: u32,
-    /// One of [`UNKNOWN`], [`RIGHT`], [`DAMAGED`].
+    /// One of [`UNKNOWN`], [`RIGHT`], [`DAMAGED`]; from [`UNREADABLE`] on: reads failed, in which second
+    /// since the file was scanned.
     state: AtomicU32,
 }
 
@@ -61,6 +64,13 @@ const AHEAD_BYTES: u64 = 8 << 20;
 const UNKNOWN: u32 = 0;
 const RIGHT: u32 = 1;
 const DAMAGED: u32 = 2;
+const UNREADABLE: u32 = 3;
+
+/// Tries to read a block before its pages count as unreadable: an error may be a passing one.
+const READ_TRIES: u32 = 3;
+/// Seconds until an unreadable block is read again. A save of its pages need not wait for a bad sector
+/// of the disk at each of them.
+const UNREADABLE_SECS: u32 = 1;
 
 /// Reads all of a file but the data. `number` is the file's in its chain.
 ///
@@ -94,7 +104,8 @@ pub fn scan(path: &Path, number: usize) -> Result<Scanned, RestoreError> {
     let (bases, nodes) = (std::mem::take(&mut reader.bases), Arc::clone(&reader.nodes));
     let (salt, bytes) = (reader.salt, reader.end.file_bytes);
     let (file, path) = (reader.into_file(), path.to_owned());
-    let blocks = Blocks { file, path, salt, bytes, places, lines: LogLimit::default() };
+    let blocks =
+        Blocks { file, path, salt, bytes, places, scanned: Instant::now(), lines: LogLimit::default() };
     Ok(Scanned { kept, bases, nodes, algorithms, entries, blocks })
 }
 
@@ -126,12 +137,10 @@ impl Blocks {
     /// # Errors
     /// [`Error::Media`]: it is not, or cannot be read.
     pub fn load(&self, block: u32, into: &mut Vec<u8>) -> Result<(), Error> {
-        let BlockOf { place, state, .. } = &self.places[block as usize];
+        let of = &self.places[block as usize];
+        let BlockOf { place, state, .. } = of;
         into.resize(place.bytes as usize, 0);
-        if let Err(error) = self.file.read_exact_at(into, place.at) {
-            self.tell(place.at, &error);
-            return Err(Error::Media);
-        }
+        self.read_exact(of, into, place.at)?;
         let sum = block_sum(into, self.salt).to_le_bytes();
         let right = into[..sum.len()] == sum;
         // Relaxed: what it says is of what the caller has read, or reads from a file that does not
@@ -142,6 +151,31 @@ impl Blocks {
             return Err(Error::Media);
         }
         Ok(())
+    }
+
+    /// Reads a part of a block, more than once if need be.
+    fn read_exact(&self, of: &BlockOf, into: &mut [u8], at: u64) -> Result<(), Error> {
+        let now = self.scanned.elapsed().as_secs() as u32;
+        // Relaxed: as in `load`.
+        let state = of.state.load(Ordering::Relaxed);
+        if state >= UNREADABLE && now.saturating_sub(state - UNREADABLE) < UNREADABLE_SECS {
+            return Err(Error::Media);
+        }
+        let mut read = || fail_points::call(Call::ReadData, || self.file.read_exact_at(into, at));
+        let Err(error) = (1..READ_TRIES).fold(read(), |outcome, _| outcome.or_else(|_| read())) else {
+            return Ok(());
+        };
+        self.tell(of.place.at, &error);
+        let now = self.scanned.elapsed().as_secs() as u32;
+        // Relaxed: as in `load`.
+        of.state.store(UNREADABLE.saturating_add(now), Ordering::Relaxed);
+        Err(Error::Media)
+    }
+
+    /// Returns true if a block was read, and is not what was written.
+    pub fn is_damaged(&self, block: u32) -> bool {
+        // Relaxed: as in `load`.
+        self.places[block as usize].state.load(Ordering::Relaxed) == DAMAGED
     }
 
     /// A block is about to be loaded, and those behind it then: the system reads them meanwhile.
@@ -170,9 +204,9 @@ impl Blocks {
     /// # Errors
     /// As [`load`](Self::load).
     pub fn read(&self, entry: &Entry, into: &mut Vec<u8>) -> Result<(), Error> {
-        let BlockOf { place, state, .. } = &self.places[entry.block as usize];
+        let of = &self.places[entry.block as usize];
         // Relaxed: as in `load`.
-        match state.load(Ordering::Relaxed) {
+        match of.state.load(Ordering::Relaxed) {
             DAMAGED => return Err(Error::Media),
             RIGHT => {}
             _ => {
@@ -183,12 +217,9 @@ impl Blocks {
                 return Ok(());
             }
         }
-        let (at, len) = entry.data(*place);
+        let (at, len) = entry.data(of.place);
         into.resize(len, 0);
-        self.file.read_exact_at(into, at).map_err(|error| {
-            self.tell(place.at, &error);
-            Error::Media
-        })
+        self.read_exact(of, into, at)
     }
 
     #[cold]

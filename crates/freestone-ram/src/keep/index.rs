@@ -53,6 +53,11 @@ impl Entry {
         self.form == form::BELOW
     }
 
+    /// The record says that the page could not be read when it was saved.
+    pub fn is_lost(&self) -> bool {
+        self.form == form::LOST
+    }
+
     /// The page behind its last one.
     pub fn end(&self) -> u64 {
         self.page() + if self.is_run() { u64::from(self.len) } else { 1 }

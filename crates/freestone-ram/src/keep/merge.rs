@@ -95,7 +95,8 @@ pub fn merge(
                 continue;
             }
             let file = entry.file();
-            let data = loaded[file].data(&whole.files[file].blocks, entry)?;
+            let data =
+                if entry.is_run() { &[][..] } else { loaded[file].data(&whole.files[file].blocks, entry)? };
             let algorithm = entry.algorithm().and_then(|own| numbers.get(&(file, own)).copied());
             writer.record(node as u32, entry.record(algorithm.unwrap_or_default()), data)?;
             done += data.len() as u64 + 16;

@@ -23,6 +23,7 @@ mod source;
 #[cfg(test)]
 mod tests;
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -32,13 +33,13 @@ pub use self::errors::KeepError;
 use self::file::scan;
 pub use self::load::{Loaded, Loading};
 use self::restore::{Made, Whole};
-use self::save::{Last, Moment};
+use self::save::{Last, Moment, Unread};
 use crate::ram::{Family, Lower, Ram};
 use crate::save::format::Over;
 use crate::save::writer::Writer;
 use crate::save::{self as saved, Base, BaseCheck, Contents, RestoreError, SaveError};
 use freestone_core::PAGE_BYTES;
-use freestone_core::replace::{MayGo, Place, SAVE_PREFIX, Unfinished};
+use freestone_core::replace::{Durability, MayGo, Place, SAVE_PREFIX};
 
 /// With more increments than this they are [merged](Keep::merge_if_due).
 pub const INCREMENTS_MAX: usize = 16;
@@ -60,6 +61,9 @@ pub struct Keep {
     kept: Option<Kept>,
     /// What is in the chain, as devices of this process. `None`: nothing of this process is.
     last: Option<Last>,
+    /// A crash may undo the last file. So nothing continues the chain: the next save is a whole one, of
+    /// a new generation.
+    whole_next: bool,
 }
 
 /// What is done about files that are damaged.
@@ -107,6 +111,8 @@ pub struct KeptNow {
     pub wrote: Wrote,
     /// Pages in the file.
     pub pages: u64,
+    /// Pages among them that could not be read.
+    pub lost: u64,
     /// Bytes of the file.
     pub file_bytes: u64,
     /// When the devices held that.
@@ -149,13 +155,15 @@ impl Keep {
     pub fn open_with(dir: &Path, check: BaseCheck, damaged: Damaged) -> Result<Self, KeepError> {
         let dir = Dir::open(dir)?;
         let chain = dir.chain(damaged)?;
-        let mut keep = Self { dir, check, chain, kept: None, last: None };
+        let mut keep = Self { dir, check, chain, kept: None, last: None, whole_next: false };
         keep.tell();
-        // A crash may have come between a new whole file and the end of the old ones.
-        if let Some(chain) = &keep.chain
-            && keep.dir.next_generation()? == chain.generation + 1
-        {
-            keep.dir.remove_others(chain.generation)?;
+        // The process before may have ended before the name of its last file was durable, or before it
+        // had removed the old ones.
+        if let Err(error) = keep.dir.sync() {
+            tracing::warn!("kept devices: the next save is a whole one: {error}");
+            keep.whole_next = true;
+        } else if keep.chain.as_ref().is_some_and(|chain| chain.left_out == 0) {
+            keep.remove_old();
         }
         Ok(keep)
     }
@@ -214,9 +222,12 @@ impl Keep {
     /// When it returns the file is durable. While it writes, the devices' writers leave what they
     /// overwrite to a snapshot, which is gone afterwards.
     ///
+    /// A page that cannot be read is saved as lost: reads of it fail after it is restored, as they do
+    /// now. Where another try may succeed the next save makes it.
+    ///
     /// # Errors
-    /// [`KeepError::Save`]: the directory holds what it held, and the next save has what this one
-    /// would have had.
+    /// [`KeepError::Save`]: the directory holds what it held, or the new file without a durable name.
+    /// The next save has what this one would have had.
     pub fn save(
         &mut self,
         devices: &[(&str, &Ram)],
@@ -226,10 +237,10 @@ impl Keep {
         saved::plan::check(devices)?;
         let moment = Moment::new(devices)?;
         match self.save_moment(&moment, cancelled, progress) {
-            Ok((now, bases)) => {
-                self.last = Some(moment.into_last(bases));
-                self.tell();
+            Ok((now, bases, unread)) => {
+                self.last = Some(moment.into_last(bases, &unread));
                 if now.wrote == Wrote::Whole {
+                    self.whole_next = false;
                     self.remove_old();
                 }
                 Ok(now)
@@ -247,7 +258,8 @@ impl Keep {
 
     /// Whether an increment may come behind the present files.
     fn may_continue(&self) -> bool {
-        self.chain.as_ref().is_some_and(|chain| chain.files.len() < FILES_MAX && chain.left_out == 0)
+        !self.whole_next
+            && self.chain.as_ref().is_some_and(|chain| chain.files.len() < FILES_MAX && chain.left_out == 0)
     }
 
     fn save_moment(
@@ -255,56 +267,75 @@ impl Keep {
         moment: &Moment,
         cancelled: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<(KeptNow, Vec<saved::BaseIdentity>), KeepError> {
+    ) -> Result<(KeptNow, Vec<saved::BaseIdentity>, Unread), KeepError> {
         let last = self.last.as_ref().filter(|_| self.may_continue());
         let changes = last.and_then(|last| Some((last, moment.changes(last)?)));
         let when = moment.when;
         if let (Some((last, changes)), Some(chain)) = (&changes, &self.chain) {
             if moment.is_as(last, changes) {
-                let now = KeptNow { wrote: Wrote::Nothing, pages: 0, file_bytes: 0, when };
-                return Ok((now, last.identities()));
+                let now = KeptNow { wrote: Wrote::Nothing, pages: 0, lost: 0, file_bytes: 0, when };
+                return Ok((now, last.identities(), Unread::new()));
             }
             let (generation, number) = (chain.generation, chain.files.len() as u32);
             let continues = chain.files.last().map_or(0, |file| file.salt);
             let (kept, bases) = (moment.record(generation, number, continues), last.identities());
-            let (file, now) = self.put(generation, number, when, cancelled, |writer| {
-                moment.write_changes(writer, (kept, &bases), changes, cancelled, progress).map_err(Into::into)
+            let (now, unread) = self.put(generation, number, when, cancelled, |writer| {
+                Ok(moment.write_changes(writer, (kept, &bases), changes, cancelled, progress)?)
             })?;
-            self.add(file)?;
-            return Ok((KeptNow { wrote: Wrote::Increment, ..now }, bases));
+            return Ok((now, bases, unread));
         }
         let bases = moment.plan.identify_bases(self.check, cancelled)?;
         let generation = self.dir.next_generation()?;
         let kept = moment.record(generation, 0, 0);
-        let (file, now) = self.put(generation, 0, when, cancelled, |writer| {
-            moment.write_whole(writer, (kept, &bases), cancelled, progress).map_err(Into::into)
+        let (now, unread) = self.put(generation, 0, when, cancelled, |writer| {
+            Ok(moment.write_whole(writer, (kept, &bases), cancelled, progress)?)
         })?;
-        self.begin(generation, file)?;
-        Ok((now, bases))
+        Ok((now, bases, unread))
     }
 
-    /// Writes a file, and puts it in its place when it is complete and durable.
+    /// Writes a file, puts it in its place when it is complete and durable, and has the chain be what
+    /// the directory holds then. Nothing that can fail comes between the two.
     fn put(
-        &self,
+        &mut self,
         generation: u64,
         number: u32,
         when: SystemTime,
         cancelled: &dyn Fn() -> bool,
-        write: impl FnOnce(Writer<'_>) -> Result<saved::Saved, KeepError>,
-    ) -> Result<(Member, KeptNow), KeepError> {
+        write: impl FnOnce(Writer<'_>) -> Result<(saved::Saved, Unread), KeepError>,
+    ) -> Result<(KeptNow, Unread), KeepError> {
         let path = self.dir.place(generation, number);
         let failed = |source| SaveError::Write { path: path.clone(), source };
         let place = Place::new(&path).map_err(failed)?;
-        let unfinished: Unfinished = place.begin(SAVE_PREFIX).map_err(failed)?;
+        let unfinished = place.begin(SAVE_PREFIX).map_err(failed)?;
         let writer = Writer::new(unfinished.as_file(), &place.path);
         let salt = writer.salt();
-        let saved::Saved { pages, file_bytes } = write(writer)?;
+        let (saved::Saved { pages, lost, file_bytes }, unread) = write(writer)?;
         if cancelled() {
             return Err(SaveError::Cancelled.into());
         }
-        place.put(unfinished, MayGo::Nothing).map_err(failed)?;
-        let now = KeptNow { wrote: Wrote::Whole, pages, file_bytes, when };
-        Ok((Member { path, bytes: file_bytes, salt, when }, now))
+        let file = unfinished.as_file().try_clone().map_err(failed)?;
+        let contents = saved::contents(&saved::reader::Reader::of(file, &path)?);
+        let durability = place.put(unfinished, MayGo::Nothing).map_err(|source| {
+            // The name is of a file that nobody knows of: another generation has none like it.
+            self.whole_next |= source.kind() == io::ErrorKind::AlreadyExists;
+            failed(source)
+        })?;
+        let member = Member { path: path.clone(), bytes: file_bytes, salt, when };
+        match &mut self.chain {
+            Some(chain) if number > 0 => {
+                chain.contents = contents;
+                chain.files.push(member);
+            }
+            chain => *chain = Some(Chain { generation, files: vec![member], contents, left_out: 0 }),
+        }
+        match durability {
+            Durability::Durable => self.tell(),
+            // What the directory holds for sure is what it held.
+            Durability::Unknown(_) => self.whole_next = true,
+        }
+        durability.into_result().map_err(failed)?;
+        let wrote = if number > 0 { Wrote::Increment } else { Wrote::Whole };
+        Ok((KeptNow { wrote, pages, lost, file_bytes, when }, unread))
     }
 
     /// Removes what the chain has replaced.
@@ -317,23 +348,6 @@ impl Keep {
         }
     }
 
-    /// A file continues the chain.
-    fn add(&mut self, file: Member) -> Result<(), KeepError> {
-        let contents = saved::contents(&saved::reader::Reader::open_any(&file.path)?);
-        if let Some(chain) = &mut self.chain {
-            chain.contents = contents;
-            chain.files.push(file);
-        }
-        Ok(())
-    }
-
-    /// A file is the chain from now on.
-    fn begin(&mut self, generation: u64, file: Member) -> Result<(), KeepError> {
-        let contents = saved::contents(&saved::reader::Reader::open_any(&file.path)?);
-        self.chain = Some(Chain { generation, files: vec![file], contents, left_out: 0 });
-        Ok(())
-    }
-
     // ---- merging --------------------------------------------------------------------------------
 
     /// Whether increments are so many, or so large, that they should be merged.
@@ -341,8 +355,9 @@ impl Keep {
         self.chain.as_ref().is_some_and(|chain| {
             let Some((whole, increments)) = chain.files.split_first() else { return false };
             let bytes: u64 = increments.iter().map(|file| file.bytes).sum();
-            increments.len() > INCREMENTS_MAX
-                || bytes.saturating_mul(100) > whole.bytes.saturating_mul(INCREMENTS_PERCENT_MAX)
+            !self.whole_next
+                && (increments.len() > INCREMENTS_MAX
+                    || bytes.saturating_mul(100) > whole.bytes.saturating_mul(INCREMENTS_PERCENT_MAX))
         })
     }
 
@@ -354,7 +369,7 @@ impl Keep {
     /// # Errors
     /// [`KeepError::Read`]: a file is damaged; the next save is a whole one then.
     /// [`KeepError::Save`]: the new file could not be written, or it was cancelled. The old files are
-    /// as they were.
+    /// as they were; if the new one has a name that a crash may undo, the next save is a whole one.
     pub fn merge_if_due(
         &mut self,
         cancelled: &dyn Fn() -> bool,
@@ -377,16 +392,14 @@ impl Keep {
         let when = chain.files.last().map_or(SystemTime::UNIX_EPOCH, |file| file.when);
         let paths: Vec<_> = chain.files.iter().map(|file| file.path.clone()).collect();
         let put = self.put(generation, 0, when, cancelled, |writer| {
-            merge::merge(paths.into_iter(), writer, generation, cancelled, progress)
+            Ok((merge::merge(paths.into_iter(), writer, generation, cancelled, progress)?, Unread::new()))
         });
         if matches!(put, Err(KeepError::Read(_)))
             && let Some(last) = self.last.take()
         {
             last.end();
         }
-        let (file, now) = put?;
-        self.begin(generation, file)?;
-        self.tell();
+        let (now, _) = put?;
         self.remove_old();
         Ok(now.file_bytes)
     }

@@ -146,35 +146,38 @@ impl Maker<'_> {
     /// Makes the devices of a chain.
     fn chain(&mut self, chain: &[usize], entries: &mut [Vec<Entry>]) -> Result<(), RestoreError> {
         let (Some(&first), Some(&last)) = (chain.first(), chain.last()) else { return Ok(()) };
-        let without_below = |entries: Vec<Entry>| -> Vec<Entry> {
-            entries.into_iter().filter(|entry| !entry.is_below()).collect()
+        let with = |entries: Vec<Entry>, wanted: fn(&Entry) -> bool| -> Vec<Entry> {
+            entries.into_iter().filter(wanted).collect()
         };
         // By node of the chain: what is put before anybody has the devices.
         let mut put: Vec<Vec<Entry>> = Vec::new();
-        let index = if first == last {
+        let (index, stays) = if first == last {
             put.push(Vec::new());
-            without_below(std::mem::take(&mut entries[first]))
+            (with(std::mem::take(&mut entries[first]), |entry| !entry.is_below()), Vec::new())
         } else {
             let of = |number: usize| entries[number].clone();
             let changed = chain[1..].iter().fold(Vec::new(), |all, &number| overlay(all, of(number)));
-            let oldest = without_below(of(first));
+            let has_content = |entry: &Entry| !entry.is_below() && !entry.is_lost();
+            // Pages that are lost in any of them stay in the index, alone: there a read fails, and who
+            // has lost one is told that it lies below.
+            let lost =
+                chain.iter().fold(Vec::new(), |all, &number| overlay(all, with(of(number), Entry::is_lost)));
+            let oldest = with(of(first), has_content);
             let (eager, common) = divide(&oldest, &changed);
             // A snapshot that has nothing at a page is told that it lies below, and would find there
             // what is the origin's: such pages of the origin cannot stay.
             let mut known = eager.clone();
             for &number in &chain[1..chain.len() - 1] {
-                let below: Vec<Entry> = of(number).into_iter().filter(Entry::is_below).collect();
-                known = divide(&known, &below).1;
+                known = divide(&known, &with(of(number), Entry::is_below)).1;
             }
-            let (stays, other) = divide(&without_below(of(last)), &known);
+            let known = divide(&known, &lost).1;
+            let (stays, other) = divide(&with(of(last), has_content), &known);
             put.push(eager);
             put.extend(chain[1..chain.len() - 1].iter().map(|&number| of(number)));
-            let gone = of(last).into_iter().filter(Entry::is_below).collect();
-            put.push(join(other, gone));
+            put.push(join(other, with(of(last), |entry| entry.is_below() || entry.is_lost())));
             // Their pages in the snapshots leave the origin, as when it is written.
-            join(common, stays)
+            (join(join(common, stays.clone()), lost), stays)
         };
-        let stays = if first == last { Vec::new() } else { divide(&index, &put[0]).0 };
         let size = self.nodes[last].size;
         let index = Arc::new(Index { entries: index, parts: Arc::clone(&self.parts), size });
         let live = self.live(chain, &index)?;
@@ -245,6 +248,12 @@ impl Maker<'_> {
         for entry in entries {
             if (self.cancelled)() {
                 return Err(RestoreError::Cancelled);
+            }
+            if entry.is_lost() {
+                for page in entry.page()..entry.end() {
+                    ram.put(page, Incoming::Parent).map_err(|error| store_error(node, page, error))?;
+                }
+                continue;
             }
             let blocks = &self.parts[entry.file()].blocks;
             if loaded.replace((entry.file(), entry.block)) != Some((entry.file(), entry.block)) {

@@ -15,6 +15,9 @@ use freestone_core::device::Device;
 use freestone_core::slot::LEAF_SLOTS;
 use freestone_core::slot::chain::Dirty;
 
+/// Pages that could not be read, with their nodes.
+pub type Unread = Vec<(u32, u64)>;
+
 /// Most pages that are looked at at a time: as many as a leaf has.
 const TURN_PAGES: usize = LEAF_SLOTS as usize;
 
@@ -33,6 +36,8 @@ struct LastNode {
     size: u64,
     /// Where it is noted what changed since, of a live one.
     dirty: Option<Arc<Dirty>>,
+    /// Pages that could not be read for the save, of a live one: the next save tries again.
+    unread: Vec<u64>,
 }
 
 /// Devices at one moment.
@@ -127,6 +132,7 @@ impl Moment {
                 }
                 let live = self.live(node.name.as_ref()).filter(|live| same && last.device.is(&live.ram))?;
                 let (before, expected) = (live.before.as_ref()?, last.dirty.as_ref()?);
+                last.unread.iter().for_each(|&page| before.set(page));
                 let can_say = Arc::ptr_eq(before, expected) && !before.is_everything();
                 can_say.then_some(Some(&**before))
             })
@@ -141,8 +147,9 @@ impl Moment {
     }
 
     /// What the next save has to know, when this one is done.
-    pub fn into_last(self, bases: Vec<BaseIdentity>) -> Last {
-        let nodes = self.plan.nodes.iter().map(|node| {
+    /// `unread` are pages that could not be read, with their nodes.
+    pub fn into_last(self, bases: Vec<BaseIdentity>, unread: &[(u32, u64)]) -> Last {
+        let nodes = (0_u32..).zip(&self.plan.nodes).map(|(number, node)| {
             let live = if node.snapshot { None } else { self.live(node.name.as_ref()) };
             LastNode {
                 name: node.name.clone(),
@@ -151,6 +158,7 @@ impl Moment {
                 device: live.map_or(&node.ram, |live| &live.ram).downgrade(),
                 size: node.ram.geometry().size,
                 dirty: live.map(|live| Arc::clone(&live.after)),
+                unread: unread.iter().filter(|(of, _)| *of == number).map(|(_, page)| *page).collect(),
             }
         });
         let devices = self.plan.bases.iter().map(|base| Arc::downgrade(&base.device));
@@ -164,11 +172,11 @@ impl Moment {
         (kept, bases): (KeptRecord, &[BaseIdentity]),
         cancelled: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<Saved, SaveError> {
+    ) -> Result<(Saved, Unread), SaveError> {
         writer.contents(&Contents::new(Some(kept), &self.plan, bases))?;
         let mut writer = PageWriter::new(writer, &self.plan).all_algorithms()?;
         write_pages(&self.plan, &mut writer, cancelled, progress)?;
-        writer.to.finish()
+        Ok((writer.to.finish()?, writer.unread))
     }
 
     /// Writes what changed. `progress` is given bytes of pages.
@@ -179,7 +187,7 @@ impl Moment {
         changes: &[Option<&Dirty>],
         cancelled: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<Saved, SaveError> {
+    ) -> Result<(Saved, Unread), SaveError> {
         writer.contents(&Contents::new(Some(kept), &self.plan, bases))?;
         // Those that pages refer to come as they do: a dictionary may be larger than all the rest.
         let mut writer = PageWriter::new(writer, &self.plan);
@@ -209,7 +217,7 @@ impl Moment {
             }
             writer.to.end_of_node()?;
         }
-        writer.to.finish()
+        Ok((writer.to.finish()?, writer.unread))
     }
 
     /// The place of a file with this content.
@@ -248,6 +256,7 @@ impl Last {
                 device: ram.downgrade(),
                 size: node.size,
                 dirty,
+                unread: Vec::new(),
             }
         };
         let bases = bases.iter().map(Arc::downgrade).zip(identities).collect();
@@ -275,7 +284,7 @@ impl Last {
                 let Some(expected) = &node.dirty else { return Some(0) };
                 let dirty =
                     ram.dirty().filter(|dirty| Arc::ptr_eq(dirty, expected) && !dirty.is_everything())?;
-                Some(dirty.pages())
+                Some(dirty.pages() + node.unread.len() as u64)
             })
             .sum()
     }

@@ -39,6 +39,10 @@ impl Index {
         data: &[u8],
         take: impl FnOnce(Incoming<'_>) -> Result<R>,
     ) -> Result<R> {
+        if entry.is_lost() {
+            // The log has said so when it was saved, and how many there are.
+            return Err(Error::Media);
+        }
         let form = entry.page_of(data).ok_or(Error::Media)?;
         let bytes = self.size.saturating_sub(page * PAGE_BYTES as u64).min(PAGE_BYTES as u64) as usize;
         let algorithms = &self.parts[entry.file()].algorithms;
@@ -86,5 +90,10 @@ impl Source for Index {
         let taken = read.and_then(|()| self.unpack(page, entry, &object, take));
         OBJECT.set(object);
         taken
+    }
+
+    fn is_lost(&self, page: u64) -> bool {
+        find(&self.entries, page)
+            .map_or(true, |entry| entry.is_lost() || self.parts[entry.file()].blocks.is_damaged(entry.block))
     }
 }

@@ -12,8 +12,12 @@ use crate::ram::Config;
 use freestone_core::device::{Blocking as _, Device as _, Error, Flags};
 
 mod damage;
+#[cfg(debug_assertions)]
+mod failures;
 mod histories;
 mod loading;
+#[cfg(debug_assertions)]
+mod lost;
 
 const MIB: u64 = 1 << 20;
 const PAGE: u64 = PAGE_BYTES as u64;

@@ -48,6 +48,11 @@ pub(crate) enum Stored {
     Huge,
     /// Nothing, where an older snapshot holds something; no bytes.
     Parent,
+    /// The page cannot be read; no bytes.
+    Lost {
+        /// No other try can read it either.
+        for_good: bool,
+    },
 }
 
 /// A page that was gathered.
@@ -148,10 +153,10 @@ impl Ram {
 
     /// Copies those of these pages that this snapshot or its chain holds, as they are stored; ages
     /// and idle marks stay as they are. With an older snapshot of the chain given, those that
-    /// differ `since` then.
+    /// differ `since` then. Pages that cannot be read are [`Stored::Lost`].
     ///
     /// # Errors
-    /// A page that the backing device does not give back; which one.
+    /// There is no memory to read a page; which one.
     pub(crate) fn copy_pages(
         &self,
         pages: Range<u64>,
@@ -196,7 +201,13 @@ impl Ram {
                             self.push_incoming(page, incoming, into);
                             Ok(())
                         };
-                        here.source.fetch(page, &mut push).map_err(|error| (page, error))?;
+                        match here.source.fetch(page, &mut push) {
+                            Err(Error::Media) => {
+                                let for_good = here.source.is_lost(page);
+                                into.push(page, Stored::Lost { for_good }, &[]);
+                            }
+                            fetched => fetched.map_err(|error| (page, error))?,
+                        }
                     }
                     (Found::Parent, _) if also_parents => into.push(page, Stored::Parent, &[]),
                     (Found::Parent | Found::Copied, _) => {}
@@ -209,7 +220,7 @@ impl Ram {
                 freestone_core::sync::thread::sleep(PAUSE);
             }
             if !spilled.is_empty() {
-                self.read_spilled(spilled, into, &mut again)?;
+                self.read_spilled(spilled, into, &mut again);
             }
             ask = again;
         }
@@ -264,20 +275,20 @@ impl Ram {
     }
 
     /// Reads spilled pages. Those that moved meanwhile are to be looked at `again`.
-    fn read_spilled(
-        &self,
-        spilled: Vec<OnDevice>,
-        into: &mut Gathered,
-        again: &mut Vec<u64>,
-    ) -> std::result::Result<(), (u64, Error)> {
-        let Some(store) = &self.0.pages.store else { return Err((spilled[0].spilled.slot, Error::Media)) };
-        let groups = store.near_ones_together(spilled);
-        let failed = self.read_groups(store, groups, into, again);
-        // One of a group may be to blame.
-        let ones = failed.into_iter().flat_map(|found| store.near_ones_together(vec![found])).collect();
-        match self.read_groups(store, ones, into, again).first() {
-            Some(failed) => Err((failed.spilled.slot, Error::Media)),
-            None => Ok(()),
+    fn read_spilled(&self, spilled: Vec<OnDevice>, into: &mut Gathered, again: &mut Vec<u64>) {
+        let failed = match &self.0.pages.store {
+            Some(store) => {
+                let groups = store.near_ones_together(spilled);
+                let failed = self.read_groups(store, groups, into, again);
+                // One of a group may be to blame.
+                let ones =
+                    failed.into_iter().flat_map(|found| store.near_ones_together(vec![found])).collect();
+                self.read_groups(store, ones, into, again)
+            }
+            None => spilled,
+        };
+        for failed in failed {
+            into.push(failed.spilled.slot, Stored::Lost { for_good: false }, &[]);
         }
     }
 

@@ -45,6 +45,9 @@ pub(crate) trait Source: Send + Sync {
     /// # Errors
     /// The page cannot be had; or those of `take`.
     fn fetch(&self, page: u64, take: &mut dyn FnMut(Incoming<'_>) -> Result<()>) -> Result<()>;
+
+    /// Returns true if a page that could not be fetched never can be.
+    fn is_lost(&self, page: u64) -> bool;
 }
 
 /// The first page from `slot` on and before `end` that a source has.

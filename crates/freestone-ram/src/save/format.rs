@@ -20,7 +20,10 @@ use crate::codec::{Algorithm, DICTIONARY_BYTES_MAX};
 /// The first bytes of every file.
 pub const MAGIC: [u8; 16] = *b"\x89Freestone save\n";
 /// The newest format that this program reads.
-pub const VERSION: u32 = VERSION_KEPT;
+pub const VERSION: u32 = VERSION_LOST;
+/// The format of files of kept devices that have lost pages. Other files of kept devices are written
+/// in the format before, which older programs read.
+pub const VERSION_LOST: u32 = 4;
 /// The format of files of kept devices.
 pub const VERSION_KEPT: u32 = 3;
 /// The format in which a device can end within a page, which it writes where one does.
@@ -100,7 +103,7 @@ pub struct NodeRecord {
     pub reserved2: U64,
 }
 
-/// First of the contents in version 3: the file's place among those of kept devices.
+/// First of the contents since version 3: the file's place among those of kept devices.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct KeptRecord {
@@ -156,7 +159,7 @@ pub struct BlockHeader {
     /// How many records.
     pub records: U32,
     pub payload_bytes: U32,
-    /// In version 3, of pages: of the header from the magic to here and of the records.
+    /// Since version 3, of pages: of the header from the magic to here and of the records.
     pub head_checksum: U32,
 }
 
@@ -184,11 +187,11 @@ pub struct AlgorithmRecord {
 #[repr(C)]
 pub struct PageRecord {
     pub page: U64,
-    /// 1: same, 2: pattern, 3: compressed, 4: huge, 5: below.
+    /// 1: same, 2: pattern, 3: compressed, 4: huge, 5: below, 6: lost.
     pub form: u8,
     /// Number of the algorithm: that made the object, or failed on the page.
     pub algorithm: u8,
-    /// Bytes behind the records; of forms 1 and 5: pages.
+    /// Bytes behind the records; of forms 1, 5 and 6: pages.
     pub len: U16,
     /// Of form 1: the bytes that repeat.
     pub pattern: [u8; 4],
@@ -201,10 +204,12 @@ pub mod form {
     pub const HUGE: u8 = 4;
     /// As what the device lies over, after a node in which it is not.
     pub const BELOW: u8 = 5;
+    /// The page could not be read when it was saved, and cannot be read since. From version 4 on.
+    pub const LOST: u8 = 6;
 
     /// Whether a record stands for a run of pages, and has no bytes.
     pub fn is_run(form: u8) -> bool {
-        matches!(form, SAME | BELOW)
+        matches!(form, SAME | BELOW | LOST)
     }
 }
 

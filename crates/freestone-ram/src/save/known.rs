@@ -11,6 +11,9 @@ use freestone_core::sync::OnceLock;
 /// What no device has.
 pub const BEHIND_THE_END: &str = "a page has something behind the end of its device";
 
+/// What only kept devices can be restored with.
+const LOST: &str = "a page was lost before it was saved";
+
 /// Why something of a block was not taken.
 pub enum Refused {
     /// The file is to blame.
@@ -91,6 +94,7 @@ pub fn as_it_is<'p>(algorithms: &[Known], page: &Page<'p>) -> Option<Incoming<'p
     Some(match *page {
         Page::Same { pattern, .. } => Incoming::Same(pattern),
         Page::Parent { .. } => Incoming::Parent,
+        Page::Lost => return None,
         Page::Pattern(pattern) => Incoming::Pattern(pattern),
         Page::Huge { algorithm, content } if algorithms.get(usize::from(algorithm))?.is_primary => {
             Incoming::Huge(content)
@@ -115,6 +119,7 @@ pub fn incoming<'p>(
     match *page {
         Page::Same { pattern, .. } => content.as_chunks_mut().0.fill(pattern.to_ne_bytes()),
         Page::Parent { .. } => content.fill(0),
+        Page::Lost => return Err(Refused::Damaged(LOST)),
         Page::Pattern(pattern) => content.as_chunks_mut().0.fill(pattern),
         Page::Huge { content: raw, .. } => content.copy_from_slice(raw),
         Page::Compressed { algorithm, object } => known(algorithm)?.unpack(object, content)?,

@@ -32,7 +32,7 @@ use self::writer::{Contents as FileContents, PageWriter, Writer};
 use crate::codec::Algorithm;
 use crate::ram::{Gathered, PendingSnapshot, Ram, SetupError};
 use freestone_core::consistency_group::{self, NotInTime};
-use freestone_core::replace::{MayGo, Place, Replace, SAVE_PREFIX};
+use freestone_core::replace::{Durability, MayGo, Place, Replace, SAVE_PREFIX};
 
 /// Longest name of a saved device in bytes.
 pub const NAME_BYTES_MAX: usize = 255;
@@ -46,6 +46,8 @@ pub const DEPTH_MAX: u32 = 256;
 pub struct Saved {
     /// Pages that are in the file.
     pub pages: u64,
+    /// Pages among them that could not be read, in files of [kept devices](crate::keep).
+    pub lost: u64,
     /// Bytes of the file.
     pub file_bytes: u64,
 }
@@ -148,7 +150,7 @@ pub fn save_with(
     let all = write_pages(&plan, &mut writer, options.cancelled, progress)?;
     let saved = writer.to.finish()?;
     go_on()?;
-    place.put(unfinished, may_go).map_err(failed)?;
+    place.put(unfinished, may_go).and_then(Durability::into_result).map_err(failed)?;
     progress(all, all);
     Ok(saved)
 }

@@ -13,12 +13,13 @@ use zerocopy::FromBytes as _;
 use super::format::{
     ALGORITHMS_MAX, AlgorithmRecord, BLOCK_MAGIC, BaseRecord, BlockHeader, EndRecord, Header, KeptRecord,
     MAGIC, NodeRecord, Over, PAYLOAD_BYTES_MAX, PageRecord, SIZE_UNIT_BYTES, VERSION, VERSION_KEPT,
-    VERSION_WHOLE_PAGES, algorithm_of, block_sum, form, head_sum, kind,
+    VERSION_LOST, VERSION_WHOLE_PAGES, algorithm_of, block_sum, form, head_sum, kind,
 };
 use super::{BaseCheck, BaseIdentity, DEPTH_MAX, DEVICES_MAX, NAME_BYTES_MAX, RestoreError};
 use crate::codec::{Algorithm, Scratch};
 use crate::ram::DISKSIZE_BYTES_MAX;
 use freestone_core::PAGE_BYTES;
+use freestone_core::fail_points::{self, Call};
 
 use crate::codec;
 
@@ -40,6 +41,7 @@ pub struct Reader {
     /// In a file of kept devices.
     pub kept: Option<KeptRecord>,
     pub salt: u64,
+    version: u32,
     /// Where the next block begins.
     at: u64,
     blocks: u64,
@@ -115,11 +117,24 @@ pub struct Pages<'a> {
 
 /// One of them.
 pub enum Page<'a> {
-    Same { pattern: u32, pages: u64 },
-    Parent { pages: u64 },
+    Same {
+        pattern: u32,
+        pages: u64,
+    },
+    Parent {
+        pages: u64,
+    },
+    /// The pages could not be read when they were saved.
+    Lost,
     Pattern([u8; 8]),
-    Compressed { algorithm: u8, object: &'a [u8] },
-    Huge { algorithm: u8, content: &'a codec::Page },
+    Compressed {
+        algorithm: u8,
+        object: &'a [u8],
+    },
+    Huge {
+        algorithm: u8,
+        content: &'a codec::Page,
+    },
 }
 
 impl Reader {
@@ -136,8 +151,14 @@ impl Reader {
         if !std::fs::metadata(path).map_err(failed)?.is_file() {
             return Err(RestoreError::Foreign(path.to_owned()));
         }
-        let file = File::open(path).map_err(failed)?;
-        let len = file.metadata().map_err(failed)?.len();
+        let file = fail_points::call(Call::Open, || File::open(path)).map_err(failed)?;
+        Self::of(file, path)
+    }
+
+    /// The same of a file that is open, and that messages call `path`.
+    pub fn of(file: File, path: &Path) -> Result<Self, RestoreError> {
+        let len =
+            file.metadata().map_err(|source| RestoreError::Read { path: path.to_owned(), source })?.len();
         let mut reader = Self {
             file,
             path: path.to_owned(),
@@ -146,6 +167,7 @@ impl Reader {
             end: End { file_bytes: len, pages: 0, blocks: 0, digest: 0 },
             kept: None,
             salt: 0,
+            version: 0,
             at: 0,
             blocks: 0,
             pages: 0,
@@ -187,12 +209,17 @@ impl Reader {
         }
     }
 
+    fn read(&self, into: &mut [u8], at: u64) -> Result<(), RestoreError> {
+        let read = fail_points::call(Call::Read, || self.file.read_exact_at(into, at));
+        read.map_err(|error| self.failed(error))
+    }
+
     // ---- beginning and end ----------------------------------------------------------------------
 
     fn header(&mut self, len: u64) -> Result<Header, RestoreError> {
         let mut start = [0; size_of::<Header>()];
         let there = start.len().min(len as usize);
-        self.file.read_exact_at(&mut start[..there], 0).map_err(|error| self.failed(error))?;
+        self.read(&mut start[..there], 0)?;
         let Ok(header) = Header::read_from_bytes(&start) else { return Err(self.damaged("no header")) };
         if header.magic[..there.min(MAGIC.len())] != MAGIC[..there.min(MAGIC.len())] || there == 0 {
             return Err(RestoreError::Foreign(self.path.clone()));
@@ -210,7 +237,7 @@ impl Reader {
         if version == 0 || header.reserved.get() != 0 || header.reserved2.get() != 0 {
             return Err(self.damaged("the header says what no save writes"));
         }
-        self.salt = header.salt.get();
+        (self.salt, self.version) = (header.salt.get(), version);
         self.digest = Xxh3::with_seed(self.salt);
         Ok(header)
     }
@@ -219,7 +246,7 @@ impl Reader {
         let incomplete = || RestoreError::Incomplete(self.path.clone());
         let at = len.checked_sub(END_BYTES as u64).ok_or_else(incomplete)?;
         let mut end = [0; END_BYTES];
-        self.file.read_exact_at(&mut end, at).map_err(|error| self.failed(error))?;
+        self.read(&mut end, at)?;
         let (header, payload) = BlockHeader::read_from_prefix(&end).map_err(|_| incomplete())?;
         let record = EndRecord::read_from_bytes(payload).map_err(|_| incomplete())?;
         let sound = header.checksum.get() == block_sum(&end, self.salt)
@@ -245,12 +272,12 @@ impl Reader {
             return Err(self.damaged("more devices than there can be"));
         }
         let mut contents = vec![0; bytes as usize];
-        self.file.read_exact_at(&mut contents, self.at).map_err(|error| self.failed(error))?;
+        self.read(&mut contents, self.at)?;
         if xxh3_64_with_seed(&contents, self.salt) != header.contents_checksum.get() {
             return Err(self.damaged("the checksum of the list of devices is wrong"));
         }
         let mut listed = &contents[..];
-        if header.version.get() == VERSION_KEPT {
+        if self.version >= VERSION_KEPT {
             let Ok((kept, rest)) = KeptRecord::read_from_prefix(listed) else {
                 return Err(self.damaged("the list of devices is too short"));
             };
@@ -278,7 +305,7 @@ impl Reader {
                 .split_at_checked(record.name_bytes.get().into())
                 .ok_or_else(|| self.damaged("a name is cut"))?;
             names = rest;
-            let (node, depth) = self.node(header.version.get(), record, name, (&nodes, &depths))?;
+            let (node, depth) = self.node(record, name, (&nodes, &depths))?;
             if let Over::After(before) = node.over
                 && !followed.insert(before)
             {
@@ -300,7 +327,6 @@ impl Reader {
 
     fn node(
         &self,
-        version: u32,
         record: &NodeRecord,
         name: &[u8],
         (nodes, depths): (&[Node], &[u32]),
@@ -323,7 +349,7 @@ impl Reader {
             Over::After(before) => nodes[before as usize].is_disk,
             Over::Base(_) | Over::Node(_) => false,
         };
-        let whole_pages = is_disk || version == VERSION_WHOLE_PAGES;
+        let whole_pages = is_disk || self.version == VERSION_WHOLE_PAGES;
         let unit = if whole_pages { PAGE_BYTES as u64 } else { SIZE_UNIT_BYTES };
         let sound = depth <= DEPTH_MAX
             && record.snapshot <= 1
@@ -365,7 +391,7 @@ impl Reader {
     }
 
     /// As [`next`](Self::next), without the data of pages: that is not known to be right before
-    /// the whole block was read. Of version 3 only, in which records have a checksum of their own.
+    /// the whole block was read. Since version 3 only, in which records have a checksum of their own.
     pub fn skim(&mut self) -> Result<Option<Skimmed<'_>>, RestoreError> {
         let at = self.at;
         let Some(header) = self.load_next(true)? else { return Ok(None) };
@@ -468,7 +494,8 @@ impl Reader {
     fn read_block(&mut self, from: usize, to: usize) -> Result<(), RestoreError> {
         self.block.resize(to, 0);
         if from < to {
-            let read = self.file.read_exact_at(&mut self.block[from..], self.at + from as u64);
+            let at = self.at + from as u64;
+            let read = fail_points::call(Call::Read, || self.file.read_exact_at(&mut self.block[from..], at));
             read.map_err(|error| self.failed(error))?;
         }
         Ok(())
@@ -497,6 +524,7 @@ impl Reader {
             let fits = match record.form {
                 form::SAME => len > 0,
                 form::BELOW => len > 0 && may_be_below,
+                form::LOST => len > 0 && self.version >= VERSION_LOST,
                 form::PATTERN => len == 8,
                 form::COMPRESSED => (1..=Scratch::BYTES).contains(&len),
                 form::HUGE => len == PAGE_BYTES,
@@ -546,6 +574,7 @@ impl<'a> Page<'a> {
         Some(match record.form {
             form::SAME => Self::Same { pattern: u32::from_ne_bytes(record.pattern), pages },
             form::BELOW => Self::Parent { pages },
+            form::LOST => Self::Lost,
             form::PATTERN => Self::Pattern(bytes.try_into().ok()?),
             form::HUGE => Self::Huge { algorithm, content: bytes.try_into().ok()? },
             _ => Self::Compressed { algorithm, object: bytes },

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::io::{self, Write as _};
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
@@ -12,15 +13,15 @@ use zerocopy::byteorder::little_endian::{I32, U16, U32, U64};
 
 use super::format::{
     ALGORITHMS_MAX, AlgorithmRecord, BLOCK_MAGIC, BLOCK_TARGET_BYTES, BaseRecord, BlockHeader, EndRecord,
-    Header, KeptRecord, MAGIC, NodeRecord, PageRecord, RUN_PAGES_MAX, VERSION_KEPT, VERSION_PARTS,
-    VERSION_WHOLE_PAGES, algorithm_id, block_sum, form, head_sum, kind,
+    Header, KeptRecord, MAGIC, NodeRecord, PageRecord, RUN_PAGES_MAX, VERSION_KEPT, VERSION_LOST,
+    VERSION_PARTS, VERSION_WHOLE_PAGES, algorithm_id, block_sum, form, head_sum, kind,
 };
 use super::plan::Plan;
 use super::{BaseCheck, BaseIdentity, SaveError, Saved};
 use crate::codec::{Dictionary, PRIORITIES, Streams};
-use crate::ram::{Ram, Stored};
+use crate::ram::Stored;
 use freestone_core::PAGE_BYTES;
-use freestone_core::device::Device as _;
+use freestone_core::device::{Device as _, Error};
 
 /// A file that is being written, from front to back.
 pub struct Writer<'a> {
@@ -28,9 +29,11 @@ pub struct Writer<'a> {
     path: &'a Path,
     salt: u64,
     is_kept: bool,
+    header: Option<Header>,
     at: u64,
     blocks: u64,
     pages: u64,
+    lost: u64,
     digest: Xxh3,
     algorithms: Vec<Known>,
     /// The block of pages that is being filled.
@@ -93,9 +96,11 @@ impl<'a> Writer<'a> {
             path,
             salt,
             is_kept: false,
+            header: None,
             at: 0,
             blocks: 0,
             pages: 0,
+            lost: 0,
             digest: Xxh3::with_seed(salt),
             algorithms: Vec::new(),
             node: 0,
@@ -143,6 +148,7 @@ impl<'a> Writer<'a> {
             checksum: U64::ZERO,
         };
         header.checksum = U64::new(header.sum());
+        self.header = Some(header);
         self.write(header.as_bytes())?;
         self.write(&contents)
     }
@@ -176,6 +182,7 @@ impl<'a> Writer<'a> {
         let len = u64::from(record.len.get());
         let is_run = form::is_run(record.form);
         self.pages += if is_run { len } else { 1 };
+        self.lost += if record.form == form::LOST { len } else { 0 };
         if let Some(last) = self.records.last_mut().filter(|_| is_run) {
             let before = u64::from(last.len.get());
             let same = (last.form, last.pattern) == (record.form, record.pattern);
@@ -217,7 +224,13 @@ impl<'a> Writer<'a> {
         };
         self.put_block(kind::END, 0, 1, &[end.as_bytes()])?;
         debug_assert_eq!(self.at, file_bytes);
-        Ok(Saved { pages: self.pages, file_bytes })
+        if let Some(mut header) = self.header.filter(|_| self.lost > 0) {
+            // That there are any is known only now.
+            header.version = U32::new(VERSION_LOST);
+            header.checksum = U64::new(header.sum());
+            self.file.write_all_at(header.as_bytes(), 0).map_err(|source| self.failed(source))?;
+        }
+        Ok(Saved { pages: self.pages, lost: self.lost, file_bytes })
     }
 
     fn put_block(&mut self, kind: u32, node: u32, records: u32, payload: &[&[u8]]) -> Result<(), SaveError> {
@@ -267,22 +280,23 @@ impl<'a> Writer<'a> {
 /// Writes pages of devices.
 pub struct PageWriter<'a> {
     pub to: Writer<'a>,
-    /// The nodes' devices.
-    rams: Vec<Ram>,
+    /// Pages that were saved as lost and that another save may be able to read, with their nodes.
+    pub unread: Vec<(u32, u64)>,
+    plan: &'a Plan,
     /// Numbers of algorithms by node and priority.
     numbers: HashMap<(u32, u8), u8>,
 }
 
 impl<'a> PageWriter<'a> {
     /// Behind the contents.
-    pub fn new(to: Writer<'a>, plan: &Plan) -> Self {
-        Self { to, rams: plan.nodes.iter().map(|node| node.ram.clone()).collect(), numbers: HashMap::new() }
+    pub fn new(to: Writer<'a>, plan: &'a Plan) -> Self {
+        Self { to, unread: Vec::new(), plan, numbers: HashMap::new() }
     }
 
     /// Writes the algorithms that are there now, whether pages refer to them or not: what was
     /// trained is not lost.
     pub fn all_algorithms(mut self) -> Result<Self, SaveError> {
-        for node in 0..self.rams.len() as u32 {
+        for node in 0..self.plan.nodes.len() as u32 {
             for priority in 0..=PRIORITIES as u8 {
                 self.number(node, priority)?;
             }
@@ -296,7 +310,8 @@ impl<'a> PageWriter<'a> {
         if let Some(&number) = self.numbers.get(&(node, priority)) {
             return Ok(Some(number));
         }
-        let Some(known) = self.rams[node as usize].streams(priority, Known::new) else { return Ok(None) };
+        let ram = &self.plan.nodes[node as usize].ram;
+        let Some(known) = ram.streams(priority, Known::new) else { return Ok(None) };
         let number = self.to.algorithm(known)?;
         self.numbers.insert((node, priority), number);
         Ok(Some(number))
@@ -315,6 +330,16 @@ impl<'a> PageWriter<'a> {
         let record = match stored {
             Stored::Same(pattern) => record(form::SAME, 0, pattern.to_ne_bytes()),
             Stored::Parent => record(form::BELOW, 0, [0; 4]),
+            Stored::Lost { .. } if !self.to.is_kept => {
+                let device = self.plan.nodes[node as usize].label.clone();
+                return Err(SaveError::Page { device, page, error: Error::Media });
+            }
+            Stored::Lost { for_good } => {
+                if !for_good {
+                    self.unread.push((node, page));
+                }
+                record(form::LOST, 0, [0; 4])
+            }
             Stored::Pattern => record(form::PATTERN, 0, [0; 4]),
             Stored::Compressed(priority) => {
                 let Some(number) = self.number(node, priority)? else {

@@ -10,7 +10,7 @@ use std::path::Path;
 use crate::qcow2::chain::{Chain, Format};
 use crate::qcow2::header::{MAGIC, MAX_NAME_BYTES, RawHeader};
 use freestone_core::device::{Blocking as _, Device, ExtentKind, IoBuf};
-use freestone_core::replace::{DELTA_PREFIX, MayGo, Place, Replace};
+use freestone_core::replace::{DELTA_PREFIX, Durability, MayGo, Place, Replace};
 
 use super::runs::{Runs, each_extent};
 use super::writer::{CLUSTER_BYTES, MAX_SIZE_BYTES, Writer};
@@ -98,7 +98,7 @@ pub fn save_with(
         Saved { changes, data_clusters, zero_clusters, file_bytes }
     };
     go_on()?;
-    place.put(unfinished, may_go).map_err(failed)?;
+    place.put(unfinished, may_go).and_then(Durability::into_result).map_err(failed)?;
     Ok(saved)
 }
 

@@ -1,0 +1,77 @@
+//! System calls that tests make fail: the nth call of a kind on the calling thread, before the call
+//! or after it was done. In builds without debug assertions [`call`] only calls.
+//!
+//! Callers wrap the calls whose failure leaves an effect visible or unknown: those that make files
+//! durable, give them names, and read them back.
+
+use std::io;
+
+#[cfg(debug_assertions)]
+use rustix::io::Errno;
+
+/// The kind of a system call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Call {
+    /// `open` of a directory, for its fsync.
+    OpenDir,
+    /// `fsync` of a directory.
+    SyncDir,
+    /// `fsync` of a new file.
+    SyncFile,
+    /// `linkat` or `rename` that puts a file in its place.
+    Place,
+    /// `open` of a file that exists.
+    Open,
+    /// `pread` of a file's structure.
+    Read,
+    /// `pread` of data in a file.
+    ReadData,
+}
+
+/// A failure to inject.
+#[cfg(debug_assertions)]
+#[derive(Debug, Clone, Copy)]
+pub struct Fault {
+    /// The kind of the calls that count.
+    pub call: Call,
+    /// Calls of this kind that succeed first.
+    pub after: u32,
+    /// Calls that fail then.
+    pub times: u32,
+    /// The error that the call returns.
+    pub errno: Errno,
+    /// The call takes effect although it returns the error.
+    pub is_done: bool,
+}
+
+#[cfg(debug_assertions)]
+thread_local! {
+    static FAULT: std::cell::Cell<Option<Fault>> = const { std::cell::Cell::new(None) };
+}
+
+/// Replaces the calling thread's fault. Returns the old one, which tells how much of it is left.
+#[cfg(debug_assertions)]
+pub fn inject(fault: Option<Fault>) -> Option<Fault> {
+    FAULT.replace(fault)
+}
+
+/// Runs a system call, unless the calling thread's fault makes it fail.
+///
+/// # Errors
+/// Those of the call, or the injected one.
+pub fn call<R>(kind: Call, run: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
+    #[cfg(debug_assertions)]
+    if let Some(fault) = FAULT.get().filter(|fault| fault.call == kind && fault.times > 0) {
+        if fault.after > 0 {
+            FAULT.set(Some(Fault { after: fault.after - 1, ..fault }));
+        } else {
+            FAULT.set(Some(Fault { times: fault.times - 1, ..fault }));
+            if fault.is_done {
+                run()?;
+            }
+            return Err(fault.errno.into());
+        }
+    }
+    let _ = kind;
+    run()
+}
