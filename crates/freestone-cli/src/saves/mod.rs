@@ -114,6 +114,8 @@ struct Told {
     failed: Option<String>,
     /// When it was tried last, or the group was seen first.
     tried: Option<Instant>,
+    /// Pages that cannot be read: of what was restored, or of the last save that found more or wrote all.
+    lost_pages: u64,
     /// What the next save needs, and what is free.
     needs: Option<(u64, u64)>,
     /// Of what was restored, how much is in memory.
@@ -300,6 +302,9 @@ impl Saves {
             "increments": told.increments,
             "unsaved_bytes": unsaved_bytes(ram) + told.under_way_of(entry),
         });
+        if told.lost_pages > 0 {
+            stat["lost_pages"] = told.lost_pages.into();
+        }
         if let Some((bytes, free)) = told.needs {
             stat["next_save_bytes"] = bytes.into();
             stat["free_bytes"] = free.into();

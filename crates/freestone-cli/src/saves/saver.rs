@@ -254,7 +254,15 @@ impl Group {
                 self.told().failed = Some(why.to_string());
             }
         })?;
-        self.told().failed = None;
+        {
+            let mut told = self.told();
+            told.failed = None;
+            let known = if now.wrote == Wrote::Whole { 0 } else { told.lost_pages };
+            told.lost_pages = known.max(now.lost);
+        }
+        if now.lost > 0 {
+            error!("{}: {} pages could not be read, and were saved as lost", names(devices), now.lost);
+        }
         let when = keep.contents().map_or(now.when, |kept| kept.when);
         match now.wrote {
             Wrote::Nothing => {}

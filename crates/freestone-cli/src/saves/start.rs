@@ -231,8 +231,10 @@ fn load(service: &Service, group: &Arc<Group>, mut loading: Loading, name: &str)
                 info!("{name}: all that was saved is in memory");
             }
             Loaded::AllBut(pages) => {
-                error!("{name}: {pages} pages of what was saved cannot be read");
-                group.told().failed = Some(format!("{pages} pages cannot be read"));
+                error!(
+                    "{name}: {pages} pages of what was saved cannot be read; reads fail until they are written"
+                );
+                group.told().lost_pages = pages;
             }
             Loaded::Cancelled => {}
         }

@@ -201,6 +201,41 @@ fn what_cannot_be_read_is_missing_and_not_gone() {
     assert_eq!(server.json(&["list"])["missing"][0]["name"], "disk");
 }
 
+/// A damaged block costs the pages that lie in it, and no save.
+#[test]
+fn kept_damaged_block_saves_go_on() {
+    let server = serve(tempfile::tempdir().unwrap(), &["disk=ram,disksize=16M,keep=yes"]);
+    let noise = noise(4 << 20);
+    let write = |server: &Serve, at: &str| {
+        let from = server.path("noise");
+        fs::write(&from, &noise).unwrap();
+        qemu_io(&uri(server, "disk"), &[format!("write -s {} {at} 4M", from.display())]);
+    };
+    write(&server, "0");
+    let dir = ended(server);
+    let [file] = &content(dir.path())[..] else { panic!("one file") };
+    let mut damaged = fs::read(file).unwrap();
+    let middle = damaged.len() / 2;
+    damaged[middle] ^= 1;
+    fs::write(file, &damaged).unwrap();
+    let server = serve(dir, &["--save-every", "1s"]);
+    let lost = |server: &Serve| server.json(&["stat", "disk"])["keep"]["lost_pages"].as_u64();
+    until("the damage is found", || lost(&server).is_some());
+    let pages = lost(&server);
+    // So much that the files are to be merged.
+    write(&server, "8M");
+    until("all is saved anew", || {
+        let files = content(server.dir.path());
+        files.len() == 1 && files[0].ends_with("0000000002.whole")
+    });
+    qemu_io(&uri(&server, "disk"), &["write -P 5 14M 64k"]);
+    assert_eq!(lost(&server), pages);
+    let server = serve(ended(server), &[]);
+    qemu_io(&uri(&server, "disk"), &["read -P 5 14M 64k"]);
+    assert!(read(&server, "disk", 8 << 20, 4 << 20) == noise);
+    until("what was lost is known again", || lost(&server) == pages);
+}
+
 /// Of two images that are the same one is away: the forks of each keep their content.
 #[test]
 fn forks_of_images_that_are_the_same_are_not_mixed_up() {
