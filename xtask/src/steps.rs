@@ -22,8 +22,14 @@ use crate::variants::{Varied, with_variants};
 use crate::workspace;
 
 /// The crates with models of lock protocols.
-const MODELLED: [&str; 5] =
-    ["freestone-core", "freestone-cow", "freestone-drive", "freestone-ram", "freestone-store"];
+const MODELLED: [&str; 6] = [
+    "freestone-core",
+    "freestone-cow",
+    "freestone-drive",
+    "freestone-image",
+    "freestone-ram",
+    "freestone-store",
+];
 /// Loom explores every interleaving: only optimised it is fast enough, as are those.
 const OPTIMISED_FOR_MODELS: [&str; 2] = ["generator", "loom"];
 /// The crates that have other locks and streams in the experiments' copy.

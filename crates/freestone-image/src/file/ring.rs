@@ -4,6 +4,11 @@
 //! the kernel itself, so that a request costs no wake-up. The ring's thread waits for answers,
 //! carries on chains of system calls, starts what had to wait, and runs the completions.
 //!
+//! The kernel may refuse a hand-over (`EAGAIN` when memory is short). The ring's thread then tries
+//! again every millisecond: [`handover`](crate::handover). It waits with `poll`, which needs nothing
+//! of the ring. After [`TRIES`] failures in a row it gives the ring up and makes the system calls
+//! itself, one after the other; answers of what the kernel has still come through the ring.
+//!
 //! What the kernel does for a request it does in the name of the thread that submitted it. It
 //! interrupts that thread's waits for a moment (they go on by themselves; `epoll_wait` and a few
 //! others return `EINTR`), and refuses what a thread that ends leaves behind: the ring's thread
@@ -12,16 +17,17 @@
 // UNSAFETY: io_uring is handed pointers that must stay valid until the kernel has answered, and its
 // queues are shared.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::io;
 use std::mem;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use io_uring::{EnterFlags, IoUring, opcode, squeue, types};
-use rustix::event::EventfdFlags;
+use io_uring::{IoUring, opcode, squeue, types};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
 use freestone_core::device::Result;
@@ -35,24 +41,27 @@ use freestone_core::zeroes::ZEROES;
 use super::backing::Backing;
 use super::job::{Io, Job, Step};
 use super::schedule::Schedule;
+use super::threads::carry_out;
+use crate::handover::Submission;
 
 /// Jobs in the kernel's hands at once; the others wait in the schedule.
 const DEPTH_JOBS: usize = 128;
-/// Entries of the submission queue; the completion queue has twice as many. One is for the wake-up.
-const RING_ENTRIES: u32 = 256;
-const _: () = assert!(DEPTH_JOBS + 1 < RING_ENTRIES as usize);
-/// Marks the wake-up among the answers; ids of jobs are small.
-const WAKE: u64 = u64::MAX;
-/// Times that a submitter calls the kernel for one request: others may add entries meanwhile, and
-/// it takes them along.
-const SUBMITTER_ROUNDS: usize = 4;
-/// The same for the ring's thread: with as many entries the kernel has all it may have.
-const THREAD_ROUNDS: usize = RING_ENTRIES as usize;
+/// Entries of the submission queue, of which each job has one; the completion queue has twice as
+/// many, so that it never overflows.
+const RING_ENTRIES: u32 = 128;
+const _: () = assert!(DEPTH_JOBS <= RING_ENTRIES as usize);
+/// Calls of the kernel in one hand-over by the ring's thread: with as many entries the kernel has all
+/// it may have.
+const THREAD_CALLS: usize = RING_ENTRIES as usize;
 /// Entries that a plug holds back: a disk that has nothing to do loses more than calls of the kernel
 /// cost.
 const PLUGGED_MAX: usize = 4;
-/// Pause after the kernel had no resources for a submission.
+/// Pause after the kernel has refused a call.
 const BREATH: Duration = Duration::from_millis(1);
+/// Hand-overs by the ring's thread that fail in a row, a second's worth, before the ring is given up.
+const TRIES: u32 = if cfg!(test) { 20 } else { 1000 };
+/// Calls of the kernel before a new ring is taken for unusable.
+const FIRST_TRIES: u32 = 10;
 
 #[derive(Debug)]
 pub(super) struct Ring {
@@ -66,18 +75,26 @@ struct RingShared {
     ring: IoUring,
     /// Held for a few instructions, never over a system call or a completion; the only lock here.
     state: Mutex<RingState>,
-    /// An eventfd that the ring polls: for the end, and for entries that a submitter could not hand
-    /// over.
+    /// Eventfd that wakes the thread: for the end, for entries that a submitter could not hand over,
+    /// and for jobs once the ring is given up.
     wake: OwnedFd,
+    /// Calls of the kernel that fail.
+    #[cfg(test)]
+    refusals: std::sync::atomic::AtomicU32,
 }
 
 /// Whoever has it locked may touch the submission queue.
 #[derive(Debug, Default)]
 struct RingState {
     schedule: Schedule,
+    /// Jobs with an entry that is queued or in the kernel.
     in_kernel: usize,
-    /// Somebody is handing entries to the kernel and looks for more before it stops.
+    /// Jobs whose entries are queued, oldest first. The kernel takes entries in this order.
+    queued: VecDeque<usize>,
+    /// A thread hands entries to the kernel, and looks for more before it stops.
     handing_over: bool,
+    /// The ring is given up: the thread makes the system calls.
+    refused: bool,
     stop: bool,
     /// The thread has ended: nobody will answer jobs any more.
     dead: bool,
@@ -85,29 +102,28 @@ struct RingState {
 
 impl Ring {
     pub fn start(backing: &Arc<Backing>) -> io::Result<Self> {
-        let ring = IoUring::new(RING_ENTRIES)?;
+        let mut ring = IoUring::new(RING_ENTRIES)?;
         let mut probe = io_uring::Probe::new();
         ring.submitter().register_probe(&mut probe)?;
-        let needed = [
-            opcode::Read::CODE,
-            opcode::Write::CODE,
-            opcode::Fsync::CODE,
-            opcode::Fallocate::CODE,
-            opcode::PollAdd::CODE,
-        ];
+        let needed = [opcode::Read::CODE, opcode::Write::CODE, opcode::Fsync::CODE, opcode::Fallocate::CODE];
         if needed.iter().any(|&code| !probe.is_supported(code)) {
-            return Err(io::Error::other(
-                "this kernel's io_uring lacks read, write, fsync, fallocate or poll",
-            ));
+            return Err(io::Error::other("this kernel's io_uring lacks read, write, fsync or fallocate"));
         }
+        check_enter(&mut ring)?;
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let shared =
-            Arc::new(RingShared { backing: Arc::clone(backing), ring, state: Mutex::default(), wake });
+        let shared = Arc::new(RingShared {
+            backing: Arc::clone(backing),
+            ring,
+            state: Mutex::default(),
+            wake,
+            #[cfg(test)]
+            refusals: Default::default(),
+        });
         let worker = Worker {
             shared: Arc::clone(&shared),
             answers: Vec::with_capacity(RING_ENTRIES as usize),
             finished: Vec::with_capacity(DEPTH_JOBS),
-            armed: false,
+            failures: 0,
         };
         let thread = thread::Builder::new().name("file".into()).spawn(move || worker.run())?;
         Ok(Self { shared, thread: Some(thread) })
@@ -126,6 +142,10 @@ impl Ring {
             return drop(job);
         }
         state.schedule.arrive(job);
+        if state.refused {
+            drop(state);
+            return shared.wake_reaper();
+        }
         shared.start_ready(&mut state);
         // SAFETY: the state is ours.
         let queued = unsafe { shared.queue(&mut state) }.len();
@@ -136,21 +156,84 @@ impl Ring {
     }
 }
 
-impl Unplug for RingShared {
-    /// Hands over what submitters have queued.
-    fn unplug(&self) {
-        let mine = self.claim(&mut self.lock());
-        if mine && self.hand_over(SUBMITTER_ROUNDS).is_err() {
-            // The ring's thread takes over, and tries until it succeeds.
-            self.wake();
+/// Makes the ring do nothing, to find out whether its kernel lets it be entered: a filter of system
+/// calls may allow the setup alone.
+fn check_enter(ring: &mut IoUring) -> io::Result<()> {
+    // SAFETY: the entry names no memory.
+    let pushed = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
+    pushed.map_err(|_| io::Error::other("a new io_uring is full"))?;
+    let mut tries = 0;
+    while let Err(error) = ring.submit_and_wait(1) {
+        tries += 1;
+        if tries == FIRST_TRIES {
+            return Err(error);
         }
+        thread::sleep(BREATH);
+    }
+    ring.completion().next().map(|_| ()).ok_or_else(|| io::Error::other("io_uring does not answer"))
+}
+
+impl Submission for RingShared {
+    type State = RingState;
+
+    fn lock(&self) -> MutexGuard<'_, RingState> {
+        self.state.lock()
+    }
+
+    fn claimed(state: &mut RingState) -> &mut bool {
+        &mut state.handing_over
+    }
+
+    fn is_empty(&self, state: &mut RingState) -> bool {
+        // Nobody hands over what is left in a ring that was given up.
+        if state.refused {
+            return true;
+        }
+        // SAFETY: the state is ours.
+        let left = unsafe { self.queue(state) }.len();
+        let taken = state.queued.len() - left;
+        state.queued.drain(..taken);
+        left == 0
+    }
+
+    fn enter(&self) -> io::Result<()> {
+        #[cfg(test)]
+        if self
+            .refusals
+            .fetch_update(
+                std::sync::atomic::Ordering::SeqCst,
+                std::sync::atomic::Ordering::SeqCst,
+                |left: u32| left.checked_sub(1),
+            )
+            .is_ok()
+        {
+            return Err(Errno::AGAIN.into());
+        }
+        // SAFETY: no argument is passed. The kernel takes no more entries than there are, and only
+        // their memory must be valid.
+        unsafe { self.ring.submitter().enter::<()>(RING_ENTRIES, 0, 0, None) }.map(|_| ())
+    }
+
+    fn wake_reaper(&self) {
+        // A full counter (EAGAIN) wakes the thread, too.
+        while let Err(error) = rustix::io::write(&self.wake, &1_u64.to_ne_bytes())
+            && error != Errno::AGAIN
+        {
+            thread::sleep(BREATH);
+        }
+    }
+}
+
+impl Unplug for RingShared {
+    fn unplug(&self) {
+        self.submit_queued();
     }
 }
 
 impl Drop for Ring {
     fn drop(&mut self) {
         self.shared.lock().stop = true;
-        self.shared.wake();
+        self.shared.wake_reaper();
         if let Some(thread) = self.thread.take()
             // The last reference may be dropped by a completion, on that thread.
             && thread.thread().id() != thread::current().id()
@@ -161,18 +244,10 @@ impl Drop for Ring {
 }
 
 impl RingShared {
-    fn lock(&self) -> MutexGuard<'_, RingState> {
-        self.state.lock()
-    }
-
-    fn wake(&self) {
-        // Fails only where the counter is at its limit, and then the thread is awake.
-        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
-    }
-
     /// Queues what nothing is in the way of, as far as the kernel may have it.
     fn start_ready(&self, state: &mut RingState) {
         while state.in_kernel < DEPTH_JOBS
+            && !state.refused
             && let Some(id) = state.schedule.next_ready()
         {
             let Some(job) = state.schedule.job(id) else { continue };
@@ -180,7 +255,7 @@ impl RingShared {
             let entry = self.entry(id, job, io);
             state.in_kernel += 1;
             // SAFETY: the entry is of a job, and the state is ours.
-            unsafe { self.push(state, &entry) };
+            unsafe { self.push(state, id, &entry) };
         }
     }
 
@@ -216,50 +291,39 @@ impl RingShared {
         unsafe { self.ring.submission_shared() }
     }
 
-    /// Queues an entry.
+    /// Queues the entry of a job.
     ///
     /// # Safety
     /// The state is this ring's. The entry is the one of a job in its schedule, made by
-    /// [`entry`](Self::entry), or names no memory.
-    unsafe fn push(&self, state: &mut RingState, entry: &squeue::Entry) {
+    /// [`entry`](Self::entry).
+    unsafe fn push(&self, state: &mut RingState, id: usize, entry: &squeue::Entry) {
         // SAFETY: the caller's promise.
         let mut queue = unsafe { self.queue(state) };
         // SAFETY: the memory is a job's buffer, which is freed only in `Job::finish` (after the
-        // answer to this entry, as a job has one entry at a time) and leaked otherwise, or a
-        // static. The descriptors are open as long as `self` lives; the kernel takes its own
-        // reference when it accepts the entry.
+        // answer to this entry, as a job has one entry at a time, or when the ring is given up before
+        // the kernel has taken it) and leaked otherwise, or a static. The descriptors are open as
+        // long as `self` lives; the kernel takes its own reference when it accepts the entry.
         let pushed = unsafe { queue.push(entry) };
-        // Each job has one entry at a time and the poll one; the queue is larger than both.
+        // Each job has one entry at a time; the queue is as large as their number.
         debug_assert!(pushed.is_ok(), "the submission queue has {RING_ENTRIES} entries");
+        drop(queue);
+        state.queued.push_back(id);
     }
 
-    /// Whether the caller has to hand over what is queued: nobody else is about to.
-    fn claim(&self, state: &mut RingState) -> bool {
-        // SAFETY: the state is ours.
-        let mine = !state.handing_over && !unsafe { self.queue(state) }.is_empty();
-        state.handing_over |= mine;
-        mine
-    }
-
-    /// Hands everything that is queued to the kernel, by whoever has claimed that. After an error
-    /// something is left.
-    fn hand_over(&self, rounds: usize) -> io::Result<()> {
-        let mut result = Ok(());
-        for left in (0..rounds).rev() {
-            // SAFETY: no argument is passed. The kernel takes no more entries than there are, and
-            // only their memory must be valid.
-            let taken = unsafe { self.ring.submitter().enter::<()>(RING_ENTRIES, 0, 0, None) };
-            let mut state = self.lock();
-            // SAFETY: the state is ours.
-            let empty = unsafe { self.queue(&mut state) }.is_empty();
-            if taken.is_err() || empty || left == 0 {
-                state.handing_over = false;
-                let all = if empty { Ok(()) } else { Err(Errno::AGAIN.into()) };
-                result = taken.and(all);
-                break;
-            }
+    /// Gives the ring up, unless another thread is handing over: what the kernel has not taken is
+    /// ready again, and nothing is handed over any more.
+    fn refuse(&self) -> bool {
+        let mut state = self.lock();
+        if state.handing_over || self.is_empty(&mut state) {
+            return false;
         }
-        result
+        state.refused = true;
+        let RingState { schedule, queued, in_kernel, .. } = &mut *state;
+        *in_kernel -= queued.len();
+        for id in queued.drain(..).rev() {
+            schedule.put_back(id);
+        }
+        true
     }
 
     fn finish(&self, job: Job, outcome: Result<()>) {
@@ -280,15 +344,15 @@ struct Worker {
     /// Ids of jobs, and what the kernel says.
     answers: Vec<(usize, i32)>,
     finished: Vec<(Job, Result<()>)>,
-    /// A poll of the eventfd is in the kernel's hands.
-    armed: bool,
+    /// Hand-overs that failed in a row.
+    failures: u32,
 }
 
 impl Worker {
     fn run(mut self) {
         loop {
             let (mine, ended) = self.turn();
-            let entered = if mine { self.shared.hand_over(THREAD_ROUNDS) } else { Ok(()) };
+            let entered = if mine { self.shared.hand_over(THREAD_CALLS) } else { Ok(()) };
             let plug = Plug::start();
             for (job, outcome) in self.finished.drain(..) {
                 self.shared.finish(job, outcome);
@@ -297,25 +361,67 @@ impl Worker {
             if ended {
                 return;
             }
-            let waited = entered.and_then(|()| self.wait());
-            if let Err(error) = waited {
-                match Errno::from_io_error(&error) {
-                    Some(Errno::INTR) => {}
-                    Some(Errno::AGAIN | Errno::BUSY | Errno::NOMEM) => thread::sleep(BREATH),
-                    _ => {
-                        tracing::error!("{}: io_uring failed: {error}", self.shared.backing.path.display());
-                        return;
+            match entered {
+                Err(error) => self.retry_later(&error),
+                Ok(()) => {
+                    self.failures = 0;
+                    if !self.carry_out_next() {
+                        self.wait();
                     }
                 }
             }
         }
     }
 
-    /// Waits for an answer.
-    fn wait(&self) -> io::Result<()> {
-        // SAFETY: no argument is passed. Others may submit meanwhile.
-        unsafe { self.shared.ring.submitter().enter::<()>(0, 1, EnterFlags::GETEVENTS.bits(), None) }?;
-        Ok(())
+    /// Pauses before the next hand-over, or gives the ring up.
+    fn retry_later(&mut self, error: &io::Error) {
+        self.failures += 1;
+        if self.failures >= TRIES && self.shared.refuse() {
+            let path = self.shared.backing.path.display();
+            tracing::error!(
+                "{path}: io_uring takes no requests any more ({error}); requests are carried out one by one \
+                 until the device is opened again"
+            );
+        } else {
+            thread::sleep(BREATH);
+        }
+    }
+
+    /// Carries out a job once the ring is given up. False: there is none.
+    fn carry_out_next(&self) -> bool {
+        let shared = &*self.shared;
+        let mut state = shared.lock();
+        if !state.refused {
+            return false;
+        }
+        let Some(id) = state.schedule.next_ready() else { return false };
+        let job = state.schedule.take(id);
+        drop(state);
+        if let Some(mut job) = job {
+            let first = Step::Io(job.io(&shared.backing));
+            let outcome = carry_out(&mut job, first, &shared.backing);
+            shared.lock().schedule.finish(id);
+            shared.finish(job, outcome);
+        }
+        true
+    }
+
+    /// Waits for an answer or a wake-up.
+    fn wait(&self) {
+        let shared = &*self.shared;
+        // SAFETY: `ring` outlives the wait, and with it its descriptor.
+        let ring = unsafe { BorrowedFd::borrow_raw(shared.ring.as_raw_fd()) };
+        let mut fds =
+            [PollFd::from_borrowed_fd(ring, PollFlags::IN), PollFd::new(&shared.wake, PollFlags::IN)];
+        match poll(&mut fds, None) {
+            Ok(_) if fds[1].revents().is_empty() => {}
+            // Before the next turn looks, so that a later wake-up is not lost.
+            Ok(_) => {
+                let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
+            }
+            Err(Errno::INTR) => {}
+            Err(_) => thread::sleep(BREATH),
+        }
     }
 
     /// Takes all answers. Returns whether entries are to be handed over, and whether this is the
@@ -324,23 +430,20 @@ impl Worker {
         let shared = &*self.shared;
         // SAFETY: only the one thread of this ring looks at the completion queue.
         let answers = unsafe { shared.ring.completion_shared() };
-        for entry in answers {
-            if entry.user_data() == WAKE {
-                // Before the poll that sees the next one.
-                let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
-                self.armed = false;
-            } else {
-                self.answers.push((entry.user_data() as usize, entry.result()));
-            }
-        }
+        self.answers.extend(answers.map(|entry| (entry.user_data() as usize, entry.result())));
         let mut state = shared.lock();
+        let refused = state.refused;
         for (id, result) in self.answers.drain(..) {
             let Some(job) = state.schedule.job(id) else { continue };
             match job.advance(&shared.backing, answer(result)) {
+                Step::Io(_) if refused => {
+                    state.in_kernel -= 1;
+                    state.schedule.put_back(id);
+                }
                 Step::Io(io) => {
                     let entry = shared.entry(id, job, io);
                     // SAFETY: the entry is of a job, and the state is this ring's.
-                    unsafe { shared.push(&mut state, &entry) };
+                    unsafe { shared.push(&mut state, id, &entry) };
                 }
                 Step::Done(outcome) => {
                     state.in_kernel -= 1;
@@ -349,13 +452,6 @@ impl Worker {
             }
         }
         shared.start_ready(&mut state);
-        if !self.armed {
-            self.armed = true;
-            let fd = types::Fd(shared.wake.as_raw_fd());
-            let poll = opcode::PollAdd::new(fd, libc::POLLIN as u32).build();
-            // SAFETY: a poll names no memory, and the state is this ring's.
-            unsafe { shared.push(&mut state, &poll.user_data(WAKE)) };
-        }
         (shared.claim(&mut state), state.stop && state.schedule.is_empty())
     }
 }
@@ -390,6 +486,7 @@ mod tests {
     use super::*;
     use freestone_core::device::{Completion, Geometry, IoBuf, Request};
     use std::path::PathBuf;
+    use std::sync::atomic::Ordering::SeqCst;
     use std::sync::mpsc;
 
     const SIZE: u64 = 1 << 20;
@@ -444,7 +541,7 @@ mod tests {
                 assert_eq!(state.in_kernel, DEPTH_JOBS);
             }
             assert_eq!(rx.recv_timeout(Duration::from_millis(50)), Err(mpsc::RecvTimeoutError::Timeout));
-            ring.shared.wake();
+            ring.shared.wake_reaper();
             for _ in 0..2 * DEPTH_JOBS {
                 assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())), "round {round}");
             }
@@ -465,12 +562,71 @@ mod tests {
         }
         ring.submit(read(&tx));
         assert_eq!(rx.recv_timeout(Duration::from_millis(50)), Err(mpsc::RecvTimeoutError::Timeout));
-        ring.shared.hand_over(SUBMITTER_ROUNDS).unwrap();
+        ring.shared.hand_over(1).unwrap();
         for _ in 0..2 {
             assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())));
         }
         let mut state = ring.shared.lock();
         assert!(!state.handing_over && !ring.shared.claim(&mut state));
+    }
+
+    /// The thread may sleep while another hands over: it is woken if that fails.
+    #[test]
+    fn failed_hand_over_is_left_to_sleeping_thread() {
+        let ring = ring();
+        let (tx, rx) = mpsc::channel();
+        for failures in 1..=3 {
+            {
+                let mut state = ring.shared.lock();
+                state.schedule.arrive(read(&tx));
+                ring.shared.start_ready(&mut state);
+                assert!(ring.shared.claim(&mut state));
+            }
+            // The thread looks, finds the claim, and sleeps again.
+            ring.shared.wake_reaper();
+            assert_eq!(rx.recv_timeout(Duration::from_millis(50)), Err(mpsc::RecvTimeoutError::Timeout));
+            ring.shared.refusals.store(failures, SeqCst);
+            ring.shared.hand_over(1).unwrap_err();
+            ring.shared.wake_reaper();
+            assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())), "{failures} failures");
+        }
+    }
+
+    #[test]
+    fn refused_entries_are_carried_out_by_thread() {
+        let ring = ring();
+        let (tx, rx) = mpsc::channel();
+        ring.shared.refusals.store(u32::MAX, SeqCst);
+        let write = |byte: u8| {
+            let (tx, data) = (tx.clone(), IoBuf::copy_of(&[byte; 4096]).unwrap());
+            let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap());
+            Job::new(Request::write(0, 4096).with(freestone_core::device::Flags::FUA), data, done)
+        };
+        (1..=9).for_each(|byte| ring.submit(write(byte)));
+        (0..200).for_each(|_| ring.submit(read(&tx)));
+        for _ in 0..209 {
+            assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())));
+        }
+        // Requests that come later, and in their order.
+        ring.submit(write(10));
+        ring.submit(read(&tx));
+        for _ in 0..2 {
+            assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())));
+        }
+        let mut first = [0; 4096];
+        rustix::io::pread(&ring.shared.backing.fd, &mut first, 0).unwrap();
+        assert_eq!(first, [10; 4096]);
+        let state = ring.shared.lock();
+        assert!(state.refused && state.in_kernel == 0 && state.schedule.is_empty());
+    }
+
+    /// As with a filter of system calls that allows the setup alone.
+    #[test]
+    fn ring_that_cannot_be_entered_is_refused_at_start() {
+        let mut ring = IoUring::builder().setup_r_disabled().build(4).unwrap();
+        let error = check_enter(&mut ring).unwrap_err();
+        assert_eq!(Errno::from_io_error(&error), Some(Errno::BADFD));
+        check_enter(&mut IoUring::new(4).unwrap()).unwrap();
     }
 
     #[test]
@@ -484,7 +640,7 @@ mod tests {
         waiting.arrive(read(&tx));
         ring.shared.lock().schedule = waiting;
         let shared = Arc::clone(&ring.shared);
-        drop(Worker { shared, answers: Vec::new(), finished: Vec::new(), armed: false });
+        drop(Worker { shared, answers: Vec::new(), finished: Vec::new(), failures: 0 });
         ring.submit(read(&tx));
         for _ in 0..3 {
             assert_eq!(rx.try_recv(), Ok(Err(freestone_core::device::Error::Gone)));

@@ -31,6 +31,11 @@ impl Schedule {
         self.ready.pop_front()
     }
 
+    /// Makes a job that was started the next one to start.
+    pub fn put_back(&mut self, id: usize) {
+        self.ready.push_front(id);
+    }
+
     /// A job that is not taken.
     pub fn job(&mut self, id: usize) -> Option<&mut Job> {
         self.overlap.kept(id)

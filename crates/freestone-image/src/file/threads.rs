@@ -10,6 +10,7 @@ use rustix::io::{Errno, ReadWriteFlags};
 use super::backing::Backing;
 use super::job::{Io, Job, Step};
 use super::schedule::Schedule;
+use freestone_core::device::Result;
 use freestone_core::sync::{
     Condvar, Mutex, MutexGuard,
     thread::{self, JoinHandle},
@@ -73,7 +74,8 @@ impl ThreadsShared {
                 let job = state.schedule.take(id);
                 drop(state);
                 if let Some(mut job) = job {
-                    let outcome = self.carry_out(&mut job);
+                    let first = job.begin(&self.backing);
+                    let outcome = carry_out(&mut job, first, &self.backing);
                     self.lock().schedule.finish(id);
                     // What waited for this one may be more than one job, and the last thread may
                     // wait for the end.
@@ -89,41 +91,39 @@ impl ThreadsShared {
             }
         }
     }
+}
 
-    fn carry_out(&self, job: &mut Job) -> freestone_core::device::Result<()> {
-        let mut step = job.begin(&self.backing);
-        loop {
-            match step {
-                Step::Done(outcome) => return outcome,
-                Step::Io(io) => {
-                    let answer = self.call(io, job);
-                    step = job.advance(&self.backing, answer);
-                }
+/// Makes the system calls of a job, from its first step on.
+pub(super) fn carry_out(job: &mut Job, mut step: Step, backing: &Backing) -> Result<()> {
+    loop {
+        match step {
+            Step::Done(outcome) => return outcome,
+            Step::Io(io) => {
+                let answer = call(io, job, &backing.fd);
+                step = job.advance(backing, answer);
             }
-        }
-    }
-
-    fn call(&self, io: Io, job: &mut Job) -> Result<u64, Errno> {
-        let fd = &self.backing.fd;
-        match io {
-            Io::Read { at, from, len } => {
-                rustix::io::pread(fd, &mut job.buffer()[from..from + len], at).map(|n| n as u64)
-            }
-            Io::Write { at, from, len, dsync } => {
-                let data = &job.buffer()[from..from + len];
-                let written =
-                    if dsync { write_through(fd, data, at) } else { rustix::io::pwrite(fd, data, at) };
-                written.map(|n| n as u64)
-            }
-            Io::Zeroes { at, len } => rustix::io::pwrite(fd, &ZEROES.0[..len], at).map(|n| n as u64),
-            Io::Allocate { mode, at, len } => rustix::fs::fallocate(fd, mode, at, len).map(|()| 0),
-            Io::Sync => rustix::fs::fdatasync(fd).map(|()| 0),
         }
     }
 }
 
+fn call(io: Io, job: &mut Job, fd: &OwnedFd) -> std::result::Result<u64, Errno> {
+    match io {
+        Io::Read { at, from, len } => {
+            rustix::io::pread(fd, &mut job.buffer()[from..from + len], at).map(|n| n as u64)
+        }
+        Io::Write { at, from, len, dsync } => {
+            let data = &job.buffer()[from..from + len];
+            let written = if dsync { write_through(fd, data, at) } else { rustix::io::pwrite(fd, data, at) };
+            written.map(|n| n as u64)
+        }
+        Io::Zeroes { at, len } => rustix::io::pwrite(fd, &ZEROES.0[..len], at).map(|n| n as u64),
+        Io::Allocate { mode, at, len } => rustix::fs::fallocate(fd, mode, at, len).map(|()| 0),
+        Io::Sync => rustix::fs::fdatasync(fd).map(|()| 0),
+    }
+}
+
 /// Writes, and what it wrote is on the medium then.
-fn write_through(fd: &OwnedFd, data: &[u8], at: u64) -> Result<usize, Errno> {
+fn write_through(fd: &OwnedFd, data: &[u8], at: u64) -> std::result::Result<usize, Errno> {
     match rustix::io::pwritev2(fd, &[IoSlice::new(data)], at, ReadWriteFlags::DSYNC) {
         // Emulators of processes lack that call.
         Err(Errno::NOSYS) => {
