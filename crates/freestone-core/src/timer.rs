@@ -22,6 +22,17 @@ type Action = Box<dyn FnOnce() + Send>;
 /// When, and in which order those of one moment were asked for.
 type Key = (Instant, u64);
 
+/// An action that was asked for.
+#[derive(Debug)]
+pub struct Alarm(Key);
+
+impl Alarm {
+    /// When it is due.
+    pub fn when(&self) -> Instant {
+        self.0.0
+    }
+}
+
 struct Timer {
     pending: Mutex<Pending>,
     changed: Condvar,
@@ -51,7 +62,7 @@ pub fn start() -> std::io::Result<()> {
 ///
 /// # Errors
 /// The thread could not be started; the action is dropped.
-pub fn at(when: Instant, action: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+pub fn at(when: Instant, action: impl FnOnce() + Send + 'static) -> std::io::Result<Alarm> {
     // Boxed before the lock is taken, and dropped after it is let go.
     let action: Action = Box::new(action);
     let mut pending = TIMER.pending.lock();
@@ -64,7 +75,14 @@ pub fn at(when: Instant, action: impl FnOnce() + Send + 'static) -> std::io::Res
     if first {
         TIMER.changed.notify_one();
     }
-    Ok(())
+    Ok(Alarm(key))
+}
+
+/// Drops an action, unless it runs already or has run.
+pub fn cancel(alarm: Alarm) {
+    let action = TIMER.pending.lock().actions.remove(&alarm.0);
+    // Outside of the lock.
+    drop(action);
 }
 
 impl Timer {
@@ -158,8 +176,20 @@ mod tests {
         let (tx, rx) = mpsc::channel();
         at(Instant::now(), || panic!("a panic that the test wants")).unwrap();
         // The lock is not held while an action runs.
-        at(Instant::now(), move || at(Instant::now(), move || tx.send("ran").unwrap()).unwrap()).unwrap();
+        at(Instant::now(), move || {
+            at(Instant::now(), move || tx.send("ran").unwrap()).unwrap();
+        })
+        .unwrap();
         assert_eq!(rx.recv_timeout(PATIENCE), Ok("ran"));
+    }
+
+    #[test]
+    fn cancelled_action_is_dropped() {
+        let (tx, rx) = mpsc::channel::<()>();
+        let alarm = at(Instant::now() + Duration::from_secs(3600), move || tx.send(()).unwrap()).unwrap();
+        assert_eq!(rx.try_recv(), Err(mpsc::TryRecvError::Empty));
+        cancel(alarm);
+        assert_eq!(rx.try_recv(), Err(mpsc::TryRecvError::Disconnected));
     }
 
     #[test]
