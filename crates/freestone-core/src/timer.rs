@@ -23,7 +23,7 @@ type Action = Box<dyn FnOnce() + Send>;
 type Key = (Instant, u64);
 
 /// An action that was asked for.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub struct Alarm(Key);
 
 impl Alarm {

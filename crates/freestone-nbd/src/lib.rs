@@ -41,6 +41,7 @@ mod server;
 mod session;
 mod shared;
 mod spares;
+mod stall;
 mod stats;
 mod status;
 mod stream;

@@ -1,5 +1,6 @@
 //! How a connection by TLS receives: what is here is opened first, and then the socket is asked.
 
+use rustix::event::PollFlags;
 use rustix::net::RecvFlags;
 
 use crate::input::Received;
@@ -41,7 +42,7 @@ impl Session<'_> {
             flags = RecvFlags::DONTWAIT;
         } else if self.operations.in_flight > 0 {
             flags = RecvFlags::DONTWAIT;
-            if !self.wait(true).ok_or(Lost)? {
+            if !self.wait(PollFlags::IN).ok_or(Lost)? {
                 return Ok(false);
             }
         }

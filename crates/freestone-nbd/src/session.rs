@@ -97,6 +97,8 @@ pub(crate) enum Client {
     Sends,
     /// Nothing for a while: memory was given back.
     Rests,
+    /// Nothing more: what it has sent ends with a request to disconnect.
+    Leaves,
     /// Nothing more is taken from the socket.
     Ended,
 }
@@ -148,6 +150,8 @@ impl<'a> Session<'a> {
     ) -> Self {
         let device = Bytes::new(negotiated.device);
         let geometry = device.geometry();
+        let granted = Arc::clone(link.queue()) as Arc<dyn Granted>;
+        let share = shared.budget.share(&negotiated.export.failures, granted);
         Self {
             link,
             read_only: negotiated.export.read_only || geometry.read_only,
@@ -162,7 +166,7 @@ impl<'a> Session<'a> {
             replies,
             operations: Operations::default(),
             workers: shared.workers.clone(),
-            share: shared.budget.share(Arc::clone(link.queue()) as Arc<dyn Granted>),
+            share,
             stream: None,
             window: None,
             sweeps: Sweeps::default(),
@@ -185,7 +189,7 @@ impl<'a> Session<'a> {
         self.replies.sent_bytes = 0;
         if matches!(self.serve(), Err(Lost)) {
             self.replies.plug = None;
-            while self.operations.in_flight > 0 && self.wait(false).is_some() {
+            while self.operations.in_flight > 0 && self.wait(PollFlags::empty()).is_some() {
                 self.discard_finished();
             }
         } else {
@@ -215,9 +219,7 @@ impl<'a> Session<'a> {
                 Step::Input(need) => self.receive(need)?,
                 Step::Stalled if self.sweeps.are_ready() => {}
                 Step::Stalled if self.operations.in_flight == 0 && !self.share.waits() => {}
-                Step::Stalled => {
-                    self.wait(false).ok_or(Lost)?;
-                }
+                Step::Stalled => self.wait_stalled()?,
                 Step::End => {
                     self.client = Client::Ended;
                     if self.sweeps.are_ready() {
@@ -226,7 +228,7 @@ impl<'a> Session<'a> {
                     if self.operations.in_flight == 0 {
                         return Ok(());
                     }
-                    self.wait(false).ok_or(Lost)?;
+                    self.wait(PollFlags::empty()).ok_or(Lost)?;
                 }
             }
         }
@@ -272,7 +274,7 @@ impl<'a> Session<'a> {
             flags = RecvFlags::DONTWAIT;
         } else if self.operations.in_flight > 0 {
             flags = RecvFlags::DONTWAIT;
-            if !self.wait(true).ok_or(Lost)? {
+            if !self.wait(PollFlags::IN).ok_or(Lost)? {
                 return Ok(());
             }
         }
@@ -323,7 +325,7 @@ impl<'a> Session<'a> {
     /// Whether the client will send no more, also where the requests that it has sent are not yet
     /// received. Not one that has said that it leaves: what it asked for before is done.
     pub(crate) fn has_gone(&self) -> bool {
-        if self.client == Client::Ended || self.link.is_draining() {
+        if matches!(self.client, Client::Ended | Client::Leaves) || self.link.is_draining() {
             return false;
         }
         self.link.has_left()
@@ -352,19 +354,19 @@ impl<'a> Session<'a> {
         self.client = if notice { Client::Sends } else { Client::Rests };
     }
 
-    /// Waits until something has finished, or with `input` until the socket has something; answers
-    /// whether it has. `None`: the connection was cut.
+    /// Waits until something has finished, or one of `events` is at the socket, where there are any;
+    /// returns whether it is. `None`: the connection was cut.
     #[inline]
-    pub(crate) fn wait(&mut self, input: bool) -> Option<bool> {
+    pub(crate) fn wait(&mut self, events: PollFlags) -> Option<bool> {
         let queue = self.link.queue();
         // Whoever cuts after this look wakes the poll; an earlier wake may have been taken already.
         if queue.is_ended() {
             return None;
         }
         let wake = PollFd::new(queue.wake_fd(), PollFlags::IN);
-        let mut fds = [wake, PollFd::from_borrowed_fd(self.link.socket(), PollFlags::IN)];
+        let mut fds = [wake, PollFd::from_borrowed_fd(self.link.socket(), events)];
         // A signal may end the wait early: every caller checks again what it waits for.
-        let _ = poll(&mut fds[..if input { 2 } else { 1 }], None);
+        let _ = poll(&mut fds[..if events.is_empty() { 1 } else { 2 }], None);
         if !fds[0].revents().is_empty() {
             queue.rearm();
         }

@@ -234,7 +234,7 @@ fn start_queues(
             max_bytes: info.max_io_buf_bytes as usize,
             user_copy: info.flags & feature::USER_COPY != 0,
             shared: Arc::clone(&around.shared),
-            share: around.budget.share(granted(&answers)),
+            share: around.budget.share(&disk.failures, granted(&answers)),
             answers: Arc::clone(&answers),
             workers: around.workers.clone(),
         };

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use freestone_core::budget::Budget;
+use freestone_core::budget::{Budget, DEFAULT_BYTES};
 use freestone_core::device::zoned::{AppendCompletion, ZoneOp, Zoned};
 use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result, Tried, Zone,
@@ -504,7 +504,7 @@ fn large_requests_and_many_tags() {
 
 #[test]
 fn data_on_its_way_is_charged() {
-    let (driver, budget) = (Driver::default(), Budget::new(0));
+    let (driver, budget) = (Driver::default(), Budget::new(DEFAULT_BYTES));
     driver.state().holds_fetched = true;
     let options = Options { queues: 1, ..Options::new(Arc::clone(&budget)) };
     let export = try_start(&driver, Arc::new(zones(config())), options).unwrap();

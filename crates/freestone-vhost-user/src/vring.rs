@@ -103,7 +103,7 @@ impl Vring {
             index,
             disk: Arc::clone(&around.disk),
             guest: Arc::clone(&around.guest),
-            share: around.budget.share(queue::granted(&answers)),
+            share: around.budget.share(&around.disk.failures, queue::granted(&answers)),
             answers: Arc::clone(&answers),
             workers: around.workers.clone(),
             look_out: around.look_out,

@@ -2,12 +2,14 @@
 //! requests in flight.
 
 use std::collections::HashMap;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::common::client::{Chunk, DF, FLUSH, READ, TRIM, WRITE, WRITE_ZEROES, request};
+use crate::common::client::{Chunk, DF, DISC, FLUSH, READ, TRIM, WRITE, WRITE_ZEROES, request};
 use crate::common::device::Manner;
 use crate::common::{Client, Fixture, Headers, MemDevice, eventually, pattern};
 use freestone_core::device::Op;
@@ -240,33 +242,54 @@ fn requests_in_flight_are_bounded() {
     fixture.assert_sound();
 }
 
-#[test]
-fn all_connections_share_a_budget_and_those_with_little_get_by() {
-    const KEPT: u64 = 8 * MIB;
+/// A server with the least budget, and a device whose connections hold all that it may have of that.
+fn with_hung_device() -> (Fixture, Arc<MemDevice>, Vec<(Client, JoinHandle<()>)>) {
     let device = MemDevice::new(64 * MIB);
-    let limits = Limits { max_memory_in_flight: 64 * MIB, ..Limits::default() };
-    let fixture = Fixture::with(limits);
+    let fixture = Fixture::with(Limits { max_memory_in_flight: 64 * MIB, ..Limits::default() });
     fixture.publish("disk", &device);
     device.set(Manner::Held);
-    let held = || device.held().iter().map(|request| request.len).sum::<u64>();
-    // Three that would take half of it each.
-    let large: Vec<_> = (0..3).map(|_| split(&fixture.address, WRITE, 256 << 10, 128)).collect();
-    eventually(|| held() >= 64 * MIB - KEPT);
+    // Three that would take half of the budget each.
+    let large = (0..3).map(|_| split(&fixture.address, WRITE, 256 << 10, 128)).collect();
+    eventually(|| held(&device) >= 8 * MIB);
     std::thread::sleep(Duration::from_millis(20));
-    let most = held();
-    assert!(most <= 64 * MIB, "{most}");
-    // One reply that is larger than what may be in flight waits as well.
+    (fixture, device, large)
+}
+
+/// Bytes of requests that a device has.
+fn held(device: &MemDevice) -> u64 {
+    device.held().iter().map(|request| request.len).sum()
+}
+
+#[test]
+fn hung_device_leaves_budget_to_others() {
+    let (fixture, device, large) = with_hung_device();
+    assert!(held(&device) <= 16 * MIB, "{}", held(&device));
+    // One reply that is larger than what may be in flight.
     let mut simple = fixture.enter(false);
     let cookie = simple.ask(0, READ, 0, 40 << 20);
     // One with little is served as if it were alone.
     let mut small = fixture.enter(true);
-    let before = device.held().len();
     let asked = small.ask(0, READ, 0, 4096);
-    eventually(|| device.held().len() == before + 1);
-    device.release(before);
+    let at = || device.held().iter().position(|request| request.len == 4096);
+    eventually(|| at().is_some());
+    at().into_iter().for_each(|at| device.release(at));
     let mut wanted = HashMap::from([(asked, (0, 4096))]);
     assert!(small.read_replies(&mut wanted)[&asked].is_ok());
-    // All of the others are done in the end, none before room was there for it.
+    // Requests to another device are, too.
+    let other = MemDevice::new(64 * MIB);
+    other.set(Manner::Thread);
+    fixture.publish("other", &other);
+    let mut neighbour = fixture.connect();
+    neighbour.greet(3);
+    neighbour.structured();
+    neighbour.go("other");
+    let mut wanted = HashMap::new();
+    for len in [1 << 20, 4 << 20, 8 << 20, 1 << 20] {
+        let cookie = neighbour.ask(0, READ, 0, len);
+        wanted.insert(cookie, (0, len));
+    }
+    assert!(neighbour.read_replies(&mut wanted).values().all(Result::is_ok));
+    // All of the others are done in the end.
     device.set(Manner::Inline);
     device.release_all_backwards();
     for (mut reader, writer) in large {
@@ -277,8 +300,60 @@ fn all_connections_share_a_budget_and_those_with_little_get_by() {
     }
     let mut wanted = HashMap::from([(cookie, (0, 40 << 20))]);
     assert!(simple.read_replies(&mut wanted)[&cookie].is_ok());
-    simple.disconnect();
-    small.disconnect();
+    for client in [simple, small, neighbour] {
+        client.disconnect();
+    }
+    fixture.assert_sound();
+}
+
+#[test]
+fn stalled_connection_ends_when_client_leaves() {
+    let (fixture, device, large) = with_hung_device();
+    let stalled: Vec<_> = (0..6)
+        .map(|_| {
+            let (mut client, _) = connect(&fixture.address);
+            client.ask(DF, READ, 0, 16 << 20);
+            client
+        })
+        .collect();
+    std::thread::sleep(Duration::from_millis(50));
+    let connections = || fixture.server.stats().connections;
+    assert_eq!(connections(), 9);
+    drop(stalled);
+    // The device may have a request of one of them.
+    eventually(|| connections() <= 4);
+    device.set(Manner::Inline);
+    device.release_all_backwards();
+    for (reader, writer) in large {
+        drop(reader);
+        let _ = writer.join();
+    }
+    fixture.assert_sound();
+}
+
+/// The protocol wants what was asked for before a request to disconnect to be done.
+#[test]
+fn stalled_requests_before_disconnect_are_done() {
+    let (fixture, device, large) = with_hung_device();
+    let leaving: Vec<_> = (0..3)
+        .map(|_| {
+            let (mut client, stream) = connect(&fixture.address);
+            let cookie = client.ask(0, READ, 0, 16 << 20);
+            client.ask(0, DISC, 0, 0);
+            stream.shutdown(Shutdown::Write).unwrap();
+            (client, HashMap::from([(cookie, (0, 16 << 20))]))
+        })
+        .collect();
+    std::thread::sleep(Duration::from_millis(50));
+    device.set(Manner::Inline);
+    device.release_all_backwards();
+    for (mut reader, writer) in large {
+        (0..128).for_each(|_| drop(reader.chunk()));
+        writer.join().unwrap();
+    }
+    for (mut client, mut wanted) in leaving {
+        assert!(client.read_replies(&mut wanted).values().all(Result::is_ok));
+    }
     fixture.assert_sound();
 }
 
@@ -291,8 +366,8 @@ fn who_waits_for_the_budget_can_leave_and_be_ended() {
     device.set(Manner::Held);
     let held = || device.held().len();
     let two: Vec<_> = (0..2).map(|_| split(&fixture.address, READ, 256 << 10, 128)).collect();
-    // All but what is kept for those with little.
-    eventually(|| held() >= 200);
+    // All that a device may have beside what is kept for those with little.
+    eventually(|| held() >= 32);
     let waits = split(&fixture.address, READ, 1 << 20, 1);
     std::thread::sleep(Duration::from_millis(20));
     // A cut ends it, although what it waits for does not come.
@@ -338,22 +413,27 @@ fn a_connection_that_was_idle_goes_on() {
     fixture.assert_sound();
 }
 
-/// A client whose requests are sent by a thread, as the server stops reading at its bounds.
-fn split(address: &Address, command: u16, len: u32, count: u64) -> (Client, JoinHandle<()>) {
+/// A client, and its socket.
+fn connect(address: &Address) -> (Client, UnixStream) {
     let Address::Unix(path) = address else { panic!("a Unix address") };
-    let stream = std::os::unix::net::UnixStream::connect(path).unwrap();
+    let stream = UnixStream::connect(path).unwrap();
     stream.set_read_timeout(Some(LONG)).unwrap();
-    let mut other = stream.try_clone().unwrap();
-    let mut client = Client::over(Box::new(stream));
+    let mut client = Client::over(Box::new(stream.try_clone().unwrap()));
     client.greet(3);
     client.structured();
     client.go("disk");
+    (client, stream)
+}
+
+/// A client whose requests are sent by a thread, as the server stops reading at its bounds.
+fn split(address: &Address, command: u16, len: u32, count: u64) -> (Client, JoinHandle<()>) {
+    let (client, mut stream) = connect(address);
     let thread = std::thread::spawn(move || {
         let payload = vec![0; if command == WRITE { len as usize } else { 0 }];
         for i in 0..count {
             let mut bytes = request(0, command, i, 0, len);
             bytes.extend(&payload);
-            std::io::Write::write_all(&mut other, &bytes).unwrap();
+            std::io::Write::write_all(&mut stream, &bytes).unwrap();
         }
     });
     (client, thread)

@@ -1,0 +1,234 @@
+use super::*;
+use crate::sync::{AtomicU32, Ordering};
+
+const MIB: u64 = 1 << 20;
+
+#[derive(Default)]
+struct Told(AtomicU32);
+
+impl Granted for Told {
+    fn granted(&self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// Shares of one device.
+fn shares<const N: usize>(budget: &Arc<Budget>) -> [(Share, Arc<Told>); N] {
+    let device = Arc::default();
+    std::array::from_fn(|_| {
+        let told = Arc::new(Told::default());
+        (budget.share(&device, Arc::clone(&told) as Arc<dyn Granted>), told)
+    })
+}
+
+/// A share of another device.
+fn share(budget: &Arc<Budget>) -> (Share, Arc<Told>) {
+    let [share] = shares(budget);
+    share
+}
+
+fn told(told: &Told) -> u32 {
+    told.0.load(Ordering::SeqCst)
+}
+
+/// Takes so much, or waits for it with nothing held.
+fn ask(share: &mut Share, bytes: u64) -> bool {
+    let there = share.reach(bytes);
+    if !there {
+        share.wait_for(0, bytes);
+    }
+    there
+}
+
+/// Takes requests of so many bytes until there is no room for another; returns the bytes.
+fn fill(shares: &mut [(Share, Arc<Told>)], request: u64) -> u64 {
+    let mut all = 0;
+    for (share, _) in shares {
+        let mut held = 0;
+        while share.reach(held + request) {
+            held += request;
+        }
+        all += held;
+    }
+    all
+}
+
+#[test]
+fn shares_of_device_are_served_in_order() {
+    let budget = Budget::new(64 * MIB);
+    let [(mut a, _), (mut b, _), (mut c, told_c), (mut d, told_d)] = shares(&budget);
+    assert!(ask(&mut a, 20 * MIB));
+    // One share may hold more than the device.
+    assert!(ask(&mut b, 20 * MIB));
+    assert!(!ask(&mut c, 10 * MIB) && c.waits());
+    // It came later.
+    assert!(!ask(&mut d, 600 << 10));
+    a.leave();
+    assert_eq!((told(&told_c), told(&told_d)), (0, 0), "20 MiB are more than a quarter of 36");
+    b.leave();
+    assert_eq!((told(&told_c), told(&told_d)), (1, 1));
+    assert!(c.reach(10 * MIB) && d.reach(600 << 10) && !c.waits());
+    drop((a, b, c, d));
+    assert_eq!(budget.bytes(), (64 * MIB, 0));
+}
+
+#[test]
+fn stuck_device_leaves_room_for_next() {
+    let budget = Budget::new(DEFAULT_BYTES);
+    let mut stuck: Vec<_> = Vec::new();
+    for number in 0..7 {
+        let mut device: [_; 16] = shares(&budget);
+        let held = fill(&mut device, MIB);
+        assert!(held <= DEFAULT_BYTES / 5, "device {number} holds {held}");
+        stuck.push(device);
+    }
+    let (mut share, _) = share(&budget);
+    assert!(share.reach(32 * MIB), "the largest request of another device passes");
+}
+
+#[test]
+fn stuck_shares_leave_room_for_next_of_device() {
+    let budget = Budget::new(DEFAULT_BYTES);
+    let mut all: [_; 3] = shares(&budget);
+    assert!(fill(&mut all[..2], MIB) > 32 * MIB);
+    assert!(all[2].0.reach(4 * MIB));
+}
+
+#[test]
+fn shares_with_little_pass_shares_that_hold_all() {
+    let budget = Budget::new(64 * MIB);
+    let [(mut slow, _), (mut beyond, _), (mut large, told_large), (mut small, _)] = shares(&budget);
+    assert!(ask(&mut slow, 40 * MIB) && ask(&mut beyond, 16 * MIB));
+    assert!(!ask(&mut large, MIB));
+    assert!(ask(&mut small, LITTLE_BYTES));
+    assert!(!small.reach(LITTLE_BYTES + 1), "that is not little any more");
+    drop((slow, beyond));
+    assert_eq!(told(&told_large), 1);
+    assert!(large.reach(MIB) && small.reach(LITTLE_BYTES + 1));
+}
+
+/// A share that asked for much while it held much is not bound to that.
+#[test]
+fn waiting_share_is_served_when_it_holds_little() {
+    let budget = Budget::new(64 * MIB);
+    let [(mut stuck, _), (mut beyond, _), (mut share, told_share)] = shares(&budget);
+    assert!(share.reach(LITTLE_BYTES));
+    assert!(ask(&mut stuck, 8 * MIB) && !ask(&mut beyond, 60 * MIB));
+    // More than little beside what it holds, then the same without that.
+    share.wait_for(LITTLE_BYTES, 4096);
+    assert_eq!(told(&told_share), 1, "the device has room");
+    let (mut others, _) = self::share(&budget);
+    assert!(others.reach(30 * MIB));
+    assert!(share.reach(LITTLE_BYTES + 4096));
+    share.wait_for(LITTLE_BYTES + 4096, LITTLE_BYTES);
+    assert_eq!(told(&told_share), 1);
+    others.leave();
+    assert_eq!(told(&told_share), 2, "what another device gives back is looked at");
+}
+
+#[test]
+fn waiting_share_that_leaves_holds_up_none() {
+    let budget = Budget::new(64 * MIB);
+    let [(mut a, _), (mut b, _), (mut c, told_c)] = shares(&budget);
+    let (mut other, _) = share(&budget);
+    assert!(ask(&mut a, 16 * MIB) && ask(&mut other, 24 * MIB));
+    assert!(!ask(&mut b, 30 * MIB) && !ask(&mut c, 16 * MIB + 1));
+    b.leave();
+    assert!(!b.waits());
+    assert_eq!(told(&told_c), 0);
+    other.leave();
+    assert_eq!(told(&told_c), 1);
+    assert!(c.reach(16 * MIB + 1));
+    drop((a, b, c, other));
+    assert_eq!(budget.bytes().1, 0);
+    let state = budget.state.lock();
+    assert!(state.by_device.is_empty() && state.waiting.is_empty());
+    assert_eq!((state.free_shares.len(), state.free_groups.len()), (4, 2));
+}
+
+#[test]
+fn devices_that_want_more_than_free_both_go_on() {
+    let budget = Budget::new(64 * MIB);
+    let [(mut a, told_a), (mut b, told_b)] = [share(&budget), share(&budget)];
+    assert!(a.reach(28 * MIB) && b.reach(28 * MIB));
+    // What they have taken, and do not hold, is not kept while they wait.
+    assert!(!ask(&mut a, 32 * MIB));
+    assert_eq!(told(&told_a), 0);
+    assert!(!ask(&mut b, 32 * MIB));
+    assert_eq!((told(&told_a), told(&told_b)), (1, 0));
+    assert!(a.reach(32 * MIB));
+    a.leave();
+    assert_eq!(told(&told_b), 1);
+}
+
+/// A connection that keeps `depth` requests in flight, in virtual time.
+struct Connection {
+    share: Share,
+    depth: usize,
+    request: u64,
+    /// When requests in flight are done, by ticks.
+    ends: VecDeque<u64>,
+    /// Ticks that a request takes.
+    takes: u64,
+    done: u64,
+}
+
+impl Connection {
+    fn tick(&mut self, now: u64) {
+        while self.ends.front().is_some_and(|end| *end <= now) {
+            self.ends.pop_front();
+            self.done += 1;
+        }
+        let held = |ends: &VecDeque<u64>| ends.len() as u64 * self.request;
+        match held(&self.ends) {
+            0 if !self.share.waits() => self.share.leave(),
+            bytes => self.share.keep(bytes),
+        }
+        while self.ends.len() < self.depth {
+            let bytes = held(&self.ends);
+            if !self.share.reach(bytes + self.request) {
+                return self.share.wait_for(bytes, self.request);
+            }
+            self.ends.push_back(now.saturating_add(self.takes));
+        }
+    }
+}
+
+/// Runs tenants with a device and some connections each; returns the requests done by each.
+fn run(tenants: &[(usize, usize, u64, u64)]) -> Vec<u64> {
+    let budget = Budget::new(DEFAULT_BYTES);
+    let mut all: Vec<Vec<Connection>> = Vec::new();
+    for &(connections, depth, request, takes) in tenants {
+        let device = Arc::default();
+        let connection = |_| {
+            let share = budget.share(&device, Arc::new(Told::default()));
+            Connection { share, depth, request, ends: VecDeque::new(), takes, done: 0 }
+        };
+        all.push((0..connections).map(connection).collect());
+    }
+    for now in 0..2000 {
+        all.iter_mut().flatten().for_each(|connection| connection.tick(now));
+    }
+    all.iter().map(|connections| connections.iter().map(|connection| connection.done).sum()).collect()
+}
+
+/// The stuck ones come first, and take all that they can.
+#[test]
+fn ten_tenants_three_stuck_others_keep_speed() {
+    const HUNG: u64 = u64::MAX;
+    let stuck = [(16, 128, MIB, HUNG), (16, 128, 256 << 10, 1000), (16, 1, 32 * MIB, HUNG)];
+    let healthy = [
+        (1, 1, 4 << 10, 1),
+        (8, 32, 4 << 10, 2),
+        (1, 32, 128 << 10, 2),
+        (4, 16, 128 << 10, 2),
+        (1, 8, MIB, 3),
+        (4, 2, MIB, 3),
+        (64, 1, 64 << 10, 5),
+    ];
+    let alone = run(&healthy);
+    let beside = run(&[&stuck[..], &healthy[..]].concat());
+    for (number, (beside, alone)) in beside[stuck.len()..].iter().zip(&alone).enumerate() {
+        assert!(beside * 10 >= alone * 9, "tenant {number}: {beside} of {alone} requests");
+    }
+}
