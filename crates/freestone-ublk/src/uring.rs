@@ -25,8 +25,10 @@ const WAKE: u64 = u64::MAX;
 /// Marks copies of data, above the tag.
 const FETCHED: u64 = 1 << 16;
 const SENT: u64 = 2 << 16;
-/// Pause where the kernel has no resources for a submission.
+/// Pause after the kernel has refused a call.
 const BREATH: Duration = Duration::from_millis(1);
+/// Calls that fail in a row, a second's worth, before a ring is given up.
+const TRIES: u32 = if cfg!(test) { 20 } else { 1000 };
 
 /// Does a command to the control device, and waits for its end.
 pub fn command(device: &OwnedFd, command: u32, header: CtrlCmd, payload: &mut [u8]) -> Result<(), Errno> {
@@ -42,19 +44,18 @@ pub fn command(device: &OwnedFd, command: u32, header: CtrlCmd, payload: &mut [u
     if unsafe { ring.submission().push(&entry) }.is_err() {
         return Err(Errno::BUSY);
     }
-    let mut taken = false;
+    let mut failures = 0;
     loop {
-        match ring.submit_and_wait(1) {
-            Ok(_) => taken = true,
-            Err(error) => {
-                let errno = errno_of(&error);
-                taken |= ring.submission().is_empty();
-                match errno {
-                    Errno::INTR => {}
-                    Errno::AGAIN | Errno::BUSY | Errno::NOMEM => std::thread::sleep(BREATH),
-                    _ if taken => std::thread::sleep(BREATH),
-                    _ => return Err(errno),
+        if let Err(error) = ring.submit_and_wait(1) {
+            let errno = errno_of(&error);
+            failures += 1;
+            // What the kernel has taken is waited for, whatever fails.
+            if ring.submission().is_empty() || failures < TRIES {
+                if errno != Errno::INTR {
+                    std::thread::sleep(BREATH);
                 }
+            } else {
+                return Err(errno);
             }
         }
         if let Some(answer) = ring.completion().next() {
@@ -114,6 +115,8 @@ pub struct QueueRing {
     /// A poll of `wake` is with the kernel.
     is_armed: bool,
     is_deferred: bool,
+    /// Calls that failed in a row.
+    failures: u32,
 }
 
 impl QueueRing {
@@ -131,7 +134,7 @@ impl QueueRing {
         let entries = (u32::from(depth) * each + 1).next_power_of_two();
         let (ring, is_deferred) = build(entries)?;
         let wake = wake.try_clone()?;
-        Ok(Self { ring, descriptors, device, wake, queue, is_armed: false, is_deferred })
+        Ok(Self { ring, descriptors, device, wake, queue, is_armed: false, is_deferred, failures: 0 })
     }
 
     fn push(&mut self, command: u32, tag: u16, result: i32, addr: u64) {
@@ -223,15 +226,18 @@ impl Ring for QueueRing {
         let args = most.as_ref().map_or(args, |time| args.timespec(time));
         // SAFETY: the arguments are what the flags say, and live until it returns.
         let entered = unsafe { self.ring.submitter().enter(queued, least, flags.bits(), Some(&args)) };
-        let Err(error) = entered else { return Ok(()) };
-        match errno_of(&error) {
-            Errno::INTR | Errno::TIME => Ok(()),
-            Errno::AGAIN | Errno::BUSY | Errno::NOMEM => {
+        match entered {
+            Err(error) if !matches!(errno_of(&error), Errno::INTR | Errno::TIME) => {
+                // What was queued stays so, and the queue's thread enters again before it waits.
+                self.failures += 1;
+                if self.failures >= TRIES {
+                    return Err(error);
+                }
                 std::thread::sleep(BREATH);
-                Ok(())
             }
-            _ => Err(error),
+            _ => self.failures = 0,
         }
+        Ok(())
     }
 
     fn arrived(&mut self, into: &mut Vec<Arrived>) {
@@ -302,6 +308,32 @@ mod tests {
         let (began, time) = (Instant::now(), Duration::from_millis(30));
         ring.enter(Wait::AtMost(time)).unwrap();
         assert!(began.elapsed() >= time && arrived.len() == 1);
+    }
+
+    /// A ring that is not enabled yet refuses to be entered.
+    #[test]
+    fn refused_enter_is_repeated_until_it_is_given_up() {
+        let file = memfd_create("ublkc", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, (usize::from(MAX_QUEUE_DEPTH) * IO_DESC_BYTES) as u64).unwrap();
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let Ok(mut ring) = QueueRing::new(Arc::new(file), 0, 4, false, &wake) else { return };
+        ring.ring = IoUring::builder().setup_r_disabled().build(8).unwrap();
+        ring.fetch(2, 4096);
+        (0..2).for_each(|_| ring.enter(Wait::Forever).unwrap());
+        assert!(ring.has_queued());
+        ring.ring.submitter().register_enable_rings().unwrap();
+        // The wake-up was queued with it.
+        write(&wake, &1_u64.to_ne_bytes()).unwrap();
+        let mut arrived = Vec::new();
+        while ring.is_armed && arrived.is_empty() {
+            ring.enter(Wait::Forever).unwrap();
+            ring.arrived(&mut arrived);
+        }
+        assert_eq!(arrived, [Arrived { tag: 2, event: Event::Command, result: -95 }]);
+
+        ring.ring = IoUring::builder().setup_r_disabled().build(8).unwrap();
+        (1..TRIES).for_each(|_| ring.enter(Wait::Forever).unwrap());
+        ring.enter(Wait::Forever).unwrap_err();
     }
 
     /// The same file has data of requests.
