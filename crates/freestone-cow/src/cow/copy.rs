@@ -17,10 +17,16 @@ use std::sync::Arc;
 
 use super::exceptions::Exception;
 use super::gather::Waiter;
+use super::loss::Loss;
 use super::state::{COPY_PIECE_BYTES, Permit, Snap, counter};
 use super::store::{Allocated, NoPlace};
 use freestone_core::device::{Buffer, Completion, Flags, IoBuf, Op, Request, Result, Tried};
 use freestone_core::handoff::{Put, try_put};
+
+/// Step of a copy, for the log.
+const READ: &str = "reading the origin";
+/// Step of a copy, for the log.
+const WRITE: &str = "writing the COW device";
 
 /// An exception that was begun.
 pub struct Begun {
@@ -128,7 +134,7 @@ impl Begun {
         snap.counters.add(counter::COPIED, 1);
         match IoBuf::zeroed(len.min(COPY_PIECE_BYTES).next_multiple_of(snap.cow_block()) as usize) {
             Ok(buffer) => Copying { begun: self, at: 0, len, writing: false, buffer }.go(),
-            Err(error) => self.copied(Err(error)),
+            Err(error) => self.copied(READ, Err(error)),
         }
     }
 
@@ -145,7 +151,7 @@ impl Begun {
         let request = Request { op, flags, offset: self.place.byte(), len };
         let cow = snap.store.device();
         match try_put(&**cow, request, data) {
-            Put::Done(outcome) => self.copied(outcome),
+            Put::Done(outcome) => self.copied(WRITE, outcome),
             Put::Rest(request, from) => {
                 let buffer = data.map_or(Ok(IoBuf::empty()), |data| IoBuf::copy_of(&data[from..]));
                 let buffer = match buffer {
@@ -156,7 +162,7 @@ impl Begun {
                     }
                 };
                 let work_queue = Arc::clone(&snap.core.work_queue);
-                let done = move |outcome, _| work_queue.push(move || self.copied(outcome));
+                let done = move |outcome, _| work_queue.push(move || self.copied(WRITE, outcome));
                 cow.submit(request, buffer, Completion::new(done));
             }
         }
@@ -175,16 +181,15 @@ impl Begun {
         }
     }
 
-    /// The chunk is on the COW device, or is not.
-    fn copied(self, outcome: Result<()>) {
+    /// The chunk is on the COW device, or this `step` failed.
+    fn copied(self, step: &'static str, outcome: Result<()>) {
         let Self { chunk, place, permit } = self;
         let snap = Arc::clone(permit.snap());
         drop(permit);
         if let Err(error) = outcome {
-            tracing::warn!("chunk {chunk} could not be copied for a snapshot, which is lost: {error}");
             // Accesses of the snapshot fail from now on; the store invalidates itself on disk
             // before those who wait go on.
-            snap.fails();
+            snap.lose(Loss::of(step, error));
         }
         let (new, landing) = (place.chunk(), Arc::clone(&snap));
         let landed =
@@ -219,14 +224,14 @@ impl Copying {
                 Ok(Tried::Done) => self.was_read(),
                 // Also where the first part was done: to read it again does no harm.
                 Ok(_) => return self.submit_to(&snap.core.device, request),
-                Err(error) => return self.begun.copied(Err(error)),
+                Err(error) => return self.begun.copied(READ, Err(error)),
             }
         }
         let request = Request::write(self.begun.place.byte() + self.at, self.buffer.len() as u64);
         match snap.store.device().try_io(&request, Buffer::Write(&self.buffer)) {
             Ok(Tried::Done) => self.was_written(),
             Ok(_) => self.submit_to(snap.store.device(), request),
-            Err(error) => self.begun.copied(Err(error)),
+            Err(error) => self.begun.copied(WRITE, Err(error)),
         }
     }
 
@@ -242,7 +247,7 @@ impl Copying {
     fn complete(mut self, outcome: Result<()>, buffer: IoBuf) {
         self.buffer = buffer;
         match outcome {
-            Err(error) => self.begun.copied(Err(error)),
+            Err(error) => self.begun.copied(if self.writing { WRITE } else { READ }, Err(error)),
             Ok(()) if self.writing => self.was_written(),
             Ok(()) => {
                 self.was_read();
@@ -263,7 +268,7 @@ impl Copying {
         self.at += self.piece();
         self.writing = false;
         if self.at >= self.len {
-            return self.begun.copied(Ok(()));
+            return self.begun.copied(WRITE, Ok(()));
         }
         // Other tasks run between two pieces.
         let work_queue = Arc::clone(&self.begun.snap().core.work_queue);

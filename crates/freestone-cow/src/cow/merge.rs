@@ -39,6 +39,7 @@ use std::time::Duration;
 use thiserror::Error;
 
 use super::gather::Job as _;
+use super::loss::Loss;
 use super::merge_state::{Merge, MergeFailure, MergeStatus};
 use super::origin_write::OriginWrite;
 use super::snapshot::Snapshot;
@@ -224,7 +225,7 @@ impl Snap {
         match self.store.mark_merge(new_id()) {
             Ok(_) => Ok(()),
             Err(store::MergeError::Invalid) => {
-                self.invalidate(None);
+                self.invalidate(Loss::of("marking the COW device", Error::Media), None);
                 Err(MergeSetupError::Invalid)
             }
             Err(error) => Err(MergeSetupError::Mark(error)),

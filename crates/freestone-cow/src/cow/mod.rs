@@ -13,6 +13,7 @@ mod copy;
 mod exceptions;
 mod format;
 mod gather;
+mod loss;
 mod merge;
 mod merge_state;
 mod notes;

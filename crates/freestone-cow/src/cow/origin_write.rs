@@ -10,6 +10,10 @@
 //! ([`OriginState::write_merging`](super::state::OriginState)); what it writes to the origin comes
 //! back here, and is not handed to it again.
 //!
+//! A discard or write zeroes that finds something missing first looks at the origin's extents. Where
+//! the origin reads as zeroes already, the request goes on without exceptions: see
+//! [`OriginWrite::look`].
+//!
 //! # Protocol
 //! * The list of snapshots is behind a gate. A write that finds nothing missing is counted there
 //!   before its thread is unpinned, until the device has answered it; the device is called
@@ -22,9 +26,13 @@ use std::sync::Arc;
 use super::copy::{Asked, Begun};
 use super::exceptions::Exception;
 use super::gather::{Gather, Job};
+use super::loss::Loss;
 use super::state::{OriginCore, Permit, Snap, View, counter};
-use freestone_core::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result, Tried};
+use freestone_core::device::{
+    Buffer, Completion, Device, Error, ExtentKind, IoBuf, Op, Request, Result, Tried,
+};
 use freestone_core::freeze_gate::UnderWay;
+use freestone_core::per_cpu_arc::PerCpuArc;
 use freestone_core::plug::Plug;
 use freestone_core::work_queue::WorkQueue;
 
@@ -44,6 +52,9 @@ pub(super) struct OriginWrite {
     done: Completion,
     /// Bytes of the present step that were found safe, in the view of this generation.
     safe: u64,
+    /// Byte up to which the origin's extents need no further look: the origin has data there, or
+    /// cannot tell.
+    looked_until: u64,
     generation: u64,
     permit: Option<Permit>,
     rounds: u32,
@@ -67,6 +78,8 @@ enum Kind {
 enum Planned {
     Send,
     Wait,
+    /// Look at the origin's extents from this byte on; the request is counted.
+    Look(u64),
     Throttled(Arc<Snap>),
     Merging(Arc<Snap>),
     Held,
@@ -126,6 +139,29 @@ fn safe_bytes(view: &View, request: &Request) -> u64 {
     active.fold(end, |end, snap| complete_until(snap, request.offset, end)) - request.offset
 }
 
+/// Returns the end of the zeroes that `[at, end)` begins with, and of what is known to follow them
+/// that is data. May wait for a disk.
+fn zeroes(device: &dyn Device, at: u64, end: u64) -> (u64, u64) {
+    let (mut zeroes_until, mut data_until) = (at, at);
+    while data_until == zeroes_until && zeroes_until < end {
+        let from = zeroes_until;
+        let described = device.extents(from, end - from, &mut |row| {
+            let row_end = (row.offset + row.len).min(end);
+            match row.kind {
+                ExtentKind::Data => data_until = row_end,
+                _ if data_until == zeroes_until => (zeroes_until, data_until) = (row_end, row_end),
+                ExtentKind::Zero | ExtentKind::Hole => return false,
+            }
+            true
+        });
+        if described.is_err() || data_until == from {
+            // A device that cannot tell has data.
+            return (zeroes_until, end);
+        }
+    }
+    (zeroes_until, data_until)
+}
+
 /// The byte up to which the chunks from byte `at` on have exceptions, or need none; at most `end`.
 fn complete_until(snap: &Snap, at: u64, end: u64) -> u64 {
     if snap.is_invalid() && at < snap.size {
@@ -152,6 +188,7 @@ impl OriginWrite {
             buffer,
             done,
             safe: 0,
+            looked_until: 0,
             generation: 0,
             permit: None,
             rounds: 0,
@@ -180,7 +217,10 @@ impl OriginWrite {
         let chunk = view.snapshots.iter().map(|snap| snap.chunk()).min();
         match chunk {
             Some(chunk) if self.request.op != Op::Write => {
-                let next = (self.request.offset / chunk + STEP_CHUNKS) * chunk;
+                let mut next = (self.request.offset / chunk + STEP_CHUNKS) * chunk;
+                if self.looked_until > self.request.offset {
+                    next = next.min(self.looked_until);
+                }
                 Request { len: self.request.len.min(next - self.request.offset), ..self.request }
             }
             _ => self.request,
@@ -230,6 +270,13 @@ impl OriginWrite {
                 return Planned::Merging(Arc::clone(snap));
             }
             step = job.step(view);
+            if let Some(from) = job.to_look_at(view, &step) {
+                core.gate.begin();
+                if from > step.offset {
+                    core.age.wrote();
+                }
+                return Planned::Look(from);
+            }
             let planned = job.plan(view, &step, &gather, &mut begun, &mut full);
             if matches!(planned, Planned::Send) {
                 core.gate.begin();
@@ -245,8 +292,8 @@ impl OriginWrite {
         let plug = Plug::start();
         begun.into_iter().for_each(Begun::copy);
         drop(plug);
-        for snap in full {
-            snap.invalidate(Some(gather.waiter()));
+        for (snap, loss) in full {
+            snap.invalidate(loss, Some(gather.waiter()));
         }
         match planned {
             Planned::Held => None,
@@ -263,6 +310,10 @@ impl OriginWrite {
                 None
             }
             Planned::Send => job.send(step),
+            Planned::Look(from) => {
+                core.extents_queue.push(move || job.look(from));
+                None
+            }
             Planned::Wait => gather.leave(job).map(|(job, _)| job),
         }
     }
@@ -310,6 +361,47 @@ impl OriginWrite {
         None
     }
 
+    /// Returns the first byte of a step without data at which an exception is missing and the origin's
+    /// extents were not looked at.
+    fn to_look_at(&self, view: &View, step: &Request) -> Option<u64> {
+        // While a snapshot is invalid only in memory, its merge may still be taken up after a crash
+        // and undo this request: then nothing goes on without `plan`.
+        let waits_for_loss = |snap: &PerCpuArc<Snap>| snap.is_active() && snap.is_invalid();
+        if step.op == Op::Write || self.kind == Kind::Preserve || view.snapshots.iter().any(waits_for_loss) {
+            return None;
+        }
+        let from = step.offset + safe_bytes(view, step);
+        (from < step.offset + step.len && from >= self.looked_until).then_some(from)
+    }
+
+    /// Sends the request to the device as far as all before byte `from` has exceptions and the origin
+    /// reads as zeroes behind. The rest goes on as other writes do.
+    ///
+    /// Discarding zeroes, or writing zeroes over them, changes nothing that a snapshot shows, and so
+    /// needs no exception. Nothing is locked meanwhile, but the request is counted at the gate since
+    /// before the look, so the snapshots of its view are all there are until the device has answered.
+    /// * A write that was answered before this request came is in the extents.
+    /// * A write that comes between the look and the device's answer has made its exceptions before it
+    ///   began. The two overlap, so the device may do them in either order.
+    /// * A copy for such a write reads zeroes, whether this request was done before or not.
+    fn look(mut self, from: u64) {
+        let end = self.request.offset + self.request.len;
+        let (zeroes_until, looked_until) = zeroes(&*self.core.device, from, end);
+        self.looked_until = looked_until;
+        let (core, request) = (Arc::clone(&self.core), self.request);
+        // A loss of power does not wait for a disk that hangs.
+        if core.gate.enter_any(|view| self.is_gone(view)) {
+            core.gate.end();
+            self.done.complete(Err(Error::Gone), self.buffer);
+        } else if zeroes_until > from {
+            // The completion carries on with what is left.
+            self.send(Request { len: zeroes_until - request.offset, ..request });
+        } else {
+            core.gate.end();
+            core.work_queue.push(move || self.go(Ok(())));
+        }
+    }
+
     /// Finds what is missing and asks for it.
     fn plan(
         &mut self,
@@ -317,7 +409,7 @@ impl OriginWrite {
         step: &Request,
         gather: &Arc<Gather<Self>>,
         begun: &mut Vec<Begun>,
-        full: &mut Vec<Arc<Snap>>,
+        full: &mut Vec<(Arc<Snap>, Loss)>,
     ) -> Planned {
         if self.generation != view.generation {
             (self.generation, self.safe) = (view.generation, 0);
@@ -359,9 +451,14 @@ impl OriginWrite {
                         asked += 1;
                         break;
                     }
-                    Asked::Full | Asked::NoMemory => {
+                    Asked::Full => {
                         snap.fails();
-                        full.push(Arc::clone(snap));
+                        full.push((Arc::clone(snap), Loss::NoRoom));
+                        break;
+                    }
+                    Asked::NoMemory => {
+                        snap.fails();
+                        full.push((Arc::clone(snap), Loss::NoMemory));
                         break;
                     }
                     Asked::Throttled if asked == 0 && full.is_empty() => {

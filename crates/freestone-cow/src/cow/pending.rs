@@ -84,6 +84,7 @@ impl Origin {
             return Err(SetupError::Older);
         }
         core.work_queue.start().map_err(SetupError::Thread)?;
+        core.extents_queue.start().map_err(SetupError::Thread)?;
         let common = if let Some(common) = core.common.get() {
             Arc::clone(common)
         } else {

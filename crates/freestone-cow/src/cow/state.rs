@@ -28,6 +28,7 @@ use super::blocks::Blocks;
 use super::config::{Config, StoreKind};
 use super::exceptions::Exceptions;
 use super::gather::Waiter;
+use super::loss::Loss;
 use super::merge_state::Merge;
 use super::notes::Notes;
 use super::store::Store;
@@ -83,6 +84,8 @@ pub(super) struct OriginState {
     /// Passed by writes to the origin. Closed while a snapshot begins, or starts to be merged.
     pub gate: FreezeGate<View>,
     pub work_queue: Arc<WorkQueue>,
+    /// Looks at the origin's extents, which may wait for a disk.
+    pub extents_queue: Arc<WorkQueue>,
     pub common: OnceLock<Arc<Common>>,
     /// Who changes the list of snapshots. Held by no request; where a merge begins, also while it
     /// waits for writes that are under way.
@@ -197,6 +200,7 @@ impl OriginCore {
             notes,
             gate: FreezeGate::new(View::default()),
             work_queue: WorkQueue::plugged("cow"),
+            extents_queue: WorkQueue::new("cow-extents"),
             common: OnceLock::new(),
             changing: Mutex::default(),
             merges: AtomicU32::new(0),
@@ -236,6 +240,7 @@ impl OriginState {
 impl Drop for OriginState {
     fn drop(&mut self) {
         self.work_queue.stop();
+        self.extents_queue.stop();
         // All that was begun was answered.
         if let (Some(notes), Some(content)) = (&self.notes, self.age.content()) {
             notes.closed(content);
@@ -432,16 +437,19 @@ impl Snap {
         waiter.arrived(Ok(()));
     }
 
-    /// Gives the snapshot up; `waiter` hears when the COW device says so. Calls a device: not under
-    /// a pin.
-    pub fn invalidate(self: &Arc<Self>, waiter: Option<Waiter>) {
+    /// Fails every access from now on, and logs the reason once.
+    pub fn lose(&self, loss: Loss) {
         self.fails();
         if self.state.fetch_or(bit::TOLD, Ordering::SeqCst) & bit::TOLD == 0 {
             let store = self.place.get().map_or("an exception store", |place| place);
-            tracing::warn!(
-                "{store}: the snapshot is lost: the COW device failed or has no room for a copy, or there is no memory"
-            );
+            tracing::warn!("{store}: the snapshot is lost: {loss}");
         }
+    }
+
+    /// Gives the snapshot up; `waiter` hears when the COW device says so. Calls a device: not under
+    /// a pin.
+    pub fn invalidate(self: &Arc<Self>, loss: Loss, waiter: Option<Waiter>) {
+        self.lose(loss);
         if let Some(waiter) = waiter {
             self.wait_for_loss(waiter);
         }
@@ -454,7 +462,7 @@ impl Snap {
         if self.store.kind() == StoreKind::PersistentOverflow {
             self.set(bit::OVERFLOW);
         } else {
-            self.invalidate(None);
+            self.invalidate(Loss::NoRoom, None);
         }
     }
 

@@ -397,7 +397,7 @@ impl Committer {
         let outcome = area.append(&entries);
         let mut queue = self.queue.lock();
         if let Err(error) = outcome {
-            tracing::warn!(%error, "a snapshot is invalid: its exceptions could not be written");
+            tracing::warn!(%error, "the snapshot is lost: device failed: writing its exceptions");
             queue.lose();
         } else {
             let count = entries.len() as u64;

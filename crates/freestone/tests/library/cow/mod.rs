@@ -3,6 +3,7 @@
 
 mod conformance;
 mod failed_writes;
+mod holes;
 mod invalid;
 mod map;
 mod map_random;

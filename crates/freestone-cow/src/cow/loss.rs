@@ -1,0 +1,50 @@
+//! Why a snapshot is lost.
+
+use std::fmt;
+
+use freestone_core::device::Error;
+
+/// The reason that the log gives for a lost snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Loss {
+    /// The COW device has no room for a copy.
+    NoRoom,
+    /// The machine has no memory for a copy or for the table of exceptions.
+    NoMemory,
+    /// A request failed while a copy was made or recorded.
+    Failed { step: &'static str, error: Error },
+}
+
+impl Loss {
+    /// The reason for a failed `step` of a copy.
+    pub fn of(step: &'static str, error: Error) -> Self {
+        match error {
+            Error::NoSpace => Self::NoRoom,
+            Error::NoMemory => Self::NoMemory,
+            error => Self::Failed { step, error },
+        }
+    }
+}
+
+impl fmt::Display for Loss {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoRoom => f.write_str("no room for a copy on the COW device; give the next one more"),
+            Self::NoMemory => f.write_str("no memory for a copy or for the table of exceptions"),
+            Self::Failed { step, error } => write!(f, "device failed: {step}: {error}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loss_reason_names_room_memory_or_device() {
+        let said = |error| Loss::of("reading the origin", error).to_string();
+        assert!(said(Error::NoSpace).starts_with("no room"));
+        assert!(said(Error::NoMemory).starts_with("no memory"));
+        assert_eq!(said(Error::Media), "device failed: reading the origin: I/O error");
+    }
+}

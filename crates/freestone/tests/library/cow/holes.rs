@@ -1,0 +1,166 @@
+//! Discards and zeroes over what reads as zeroes already: nothing is copied for them, and snapshots
+//! show what they did before.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+use freestone::cow::{Origin, Snapshot, Status, StoreKind};
+use freestone::device::{
+    Blocking, Buffer, Completion, Device, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result,
+    Tried,
+};
+use freestone_testkit::Model;
+
+use crate::cow::support::{CHUNK, KINDS, bytes, config, read, read_all};
+
+const NONE: Flags = Flags::empty();
+const CHUNKS: u64 = 64;
+const SIZE: u64 = CHUNKS * CHUNK;
+/// Room for a dozen copies, and for the store's own areas.
+const SMALL_STORE: u64 = 16 * CHUNK;
+/// Chunks of the origin with data; no neighbours, so that holes lie before and behind each.
+const DATA: [u64; 3] = [0, 17, 40];
+
+/// What a discard can be asked as.
+const EMPTYING: [(Op, Flags); 3] =
+    [(Op::Discard, NONE), (Op::WriteZeroes, Flags::MAY_FREE), (Op::WriteZeroes, NONE)];
+
+fn snapshot(origin: &Origin) -> Snapshot {
+    let cow = Arc::new(Model::new(SMALL_STORE as usize, 512));
+    origin.snapshot(cow, &config(StoreKind::Persistent, CHUNK)).unwrap()
+}
+
+fn ask(device: &dyn Device, (op, flags): (Op, Flags), offset: u64, len: u64) {
+    match op {
+        Op::Discard => device.discard(offset, len),
+        _ => device.write_zeroes(offset, len, flags),
+    }
+    .unwrap();
+}
+
+/// A device that runs `look` when its extents were found and before they are returned.
+struct Looked {
+    below: Model,
+    knows: bool,
+    look: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+}
+
+impl Looked {
+    fn new(knows: bool) -> Arc<Self> {
+        Arc::new(Self { below: Model::new(SIZE as usize, 512), knows, look: Mutex::default() })
+    }
+}
+
+impl Device for Looked {
+    fn geometry(&self) -> Geometry {
+        self.below.geometry()
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        self.below.try_io(request, buffer)
+    }
+
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        self.below.submit(request, buffer, done);
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        if !self.knows {
+            row(Extent { offset, len, kind: ExtentKind::Data });
+            return Ok(len);
+        }
+        let mut rows = Vec::new();
+        self.below.extents(offset, len, &mut |extent| {
+            rows.push(extent);
+            true
+        })?;
+        if let Some(look) = self.look.lock().unwrap().take() {
+            look();
+        }
+        let mut described = 0;
+        for extent in rows {
+            described += extent.len;
+            if !row(extent) {
+                break;
+            }
+        }
+        Ok(described)
+    }
+}
+
+#[test]
+fn trim_of_holes_copies_only_data() {
+    for kind in KINDS {
+        for emptying in EMPTYING {
+            let below = kind.make(SIZE);
+            for chunk in DATA {
+                below.write_at(chunk * CHUNK, &bytes(chunk, CHUNK), NONE).unwrap();
+            }
+            let before = read_all(&*below);
+            let origin = Origin::new(below);
+            let snapshot = snapshot(&origin);
+            // The ends lie within chunks.
+            ask(&origin, emptying, 512, SIZE - 1024);
+            let case = format!("{kind:?} {emptying:?}");
+            assert!(matches!(snapshot.status(), Status::Usage(_)), "{case}: {}", snapshot.status());
+            assert_eq!(snapshot.stats().copied_chunks, DATA.len() as u64, "{case}");
+            ask(&origin, emptying, 0, SIZE);
+            assert!(read_all(&snapshot) == before, "{case}: the snapshot has changed");
+            assert!(read_all(&origin).iter().all(|byte| *byte == 0), "{case}: the origin has data");
+        }
+    }
+}
+
+#[test]
+fn trim_copies_where_origin_cannot_tell() {
+    let origin = Origin::new(Looked::new(false));
+    let snapshot = snapshot(&origin);
+    ask(&origin, EMPTYING[0], 0, 4 * CHUNK);
+    assert_eq!(snapshot.stats().copied_chunks, 4);
+}
+
+#[test]
+fn write_beside_trim_of_hole_keeps_snapshot() {
+    for emptying in EMPTYING {
+        let below = Looked::new(true);
+        let origin = Origin::new(below.clone());
+        let snapshot = snapshot(&origin);
+        let (writer, data) = (origin.clone(), bytes(3, CHUNK));
+        // Answered before the extents are, which call its chunk a hole.
+        *below.look.lock().unwrap() = Some(Box::new(move || {
+            thread::spawn(move || writer.write_at(5 * CHUNK, &data, NONE).unwrap()).join().unwrap();
+        }));
+        ask(&origin, emptying, 0, SIZE);
+        assert!(below.look.lock().unwrap().is_none(), "{emptying:?}: nobody has looked");
+        assert_eq!(snapshot.stats().copied_chunks, 1, "{emptying:?}");
+        assert!(read_all(&snapshot).iter().all(|byte| *byte == 0), "{emptying:?}");
+        let shown = read(&origin, 5 * CHUNK, CHUNK);
+        assert!(shown == bytes(3, CHUNK) || shown == vec![0; CHUNK as usize], "{emptying:?}: a torn chunk");
+    }
+}
+
+#[test]
+fn snapshot_beside_trim_of_hole_begins_after_it() {
+    let below = Looked::new(true);
+    let origin = Origin::new(below.clone());
+    let _first = snapshot(&origin);
+    let begun = Arc::new(AtomicBool::new(false));
+    let (taker, seen) = (origin.clone(), Arc::clone(&begun));
+    let second = Arc::new(Mutex::new(None));
+    let handle = Arc::clone(&second);
+    *below.look.lock().unwrap() = Some(Box::new(move || {
+        let ended = Arc::clone(&seen);
+        *handle.lock().unwrap() = Some(thread::spawn(move || {
+            let snapshot = snapshot(&taker);
+            ended.store(true, Ordering::SeqCst);
+            snapshot
+        }));
+        thread::sleep(std::time::Duration::from_millis(50));
+        assert!(!seen.load(Ordering::SeqCst), "a snapshot has begun while a trim is under way");
+    }));
+    ask(&origin, EMPTYING[0], 0, SIZE);
+    let second = second.lock().unwrap().take().unwrap().join().unwrap();
+    assert!(begun.load(Ordering::SeqCst));
+    assert!(read_all(&second).iter().all(|byte| *byte == 0));
+}
