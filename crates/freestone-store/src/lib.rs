@@ -20,6 +20,8 @@ mod rt;
 #[cfg(not(loom))]
 pub mod store;
 #[cfg(not(loom))]
+mod timing;
+#[cfg(not(loom))]
 pub mod url;
 
 #[cfg(loom)]

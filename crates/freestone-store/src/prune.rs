@@ -1,15 +1,16 @@
 //! A prune: what no tag refers to any more is deleted, when it is older than the grace of the store.
 //!
 //! Kept is what tags refer to, and what manifests do that are younger than the grace: a push may be about
-//! to set a tag to one. All times are the store's. Whatever is to be deleted is looked at once more just
-//! before, as a push may have written it again; and tags and manifests are read anew where that was ten
-//! minutes ago. So a push that keeps to its part (`push`) never refers to something that is deleted.
+//! to set a tag to one. Without any tag nothing is deleted, as the tags may be missing by mistake. Objects
+//! are looked at once more just before they are deleted, as a push may have written them again; tags and
+//! manifests are read anew after [`ROOTS_AGE_MAX`]. So a push that keeps to its part (`push`) never refers to
+//! an object that is deleted: `timing` says why.
 
 use crate::rt::sync::Mutex;
 use crate::rt::sync::PoisonError;
 use crate::rt::sync::atomic::{AtomicU64, Ordering};
 use crate::rt::thread;
-use crate::rt::time::{Duration, Instant, SystemTime};
+use crate::rt::time::{Duration, SystemTime};
 use std::collections::BTreeSet;
 
 use freestone_core::mutants::{self, Mutant};
@@ -18,14 +19,16 @@ use crate::format::manifest::Manifest;
 use crate::format::name::Name;
 use crate::objects::{Fault, Listed, Until};
 use crate::parallel;
-use crate::push::{LOOK_TO_DELETE, ROOTS_AGE_MAX};
 use crate::store::{CHUNKS, CLOCKS, Error, MANIFESTS, MAPS, Result, Store, TRACES};
+use crate::timing::{Clock, DELETE_SETTLES, LOOK_TO_DELETE, ROOTS_AGE_MAX, is_old};
 
 /// Requests under way at once.
 const AT_ONCE: usize = 32;
 /// How often a deletion is tried, and the pause before another try, longer each time.
 const TRIES: u32 = 5;
 const TRY_PAUSE: Duration = Duration::from_millis(200);
+/// How often roots are read that take longer than they may be used.
+const ROOTS_TRIES: u32 = 3;
 /// Names that are listed before some of them are deleted.
 const LISTED_MAX: usize = 100_000;
 
@@ -50,34 +53,41 @@ pub struct Pruned {
 struct Roots {
     names: BTreeSet<Name>,
     images: u64,
-    read: Instant,
+    /// Clock of this host before they were read.
+    read: Duration,
+}
+
+/// One prune.
+struct Work<'a> {
+    store: &'a Store,
+    clock: Clock<'a>,
+    dry: bool,
+    until: Until<'a>,
 }
 
 /// Deletes what nothing refers to. With `dry` it only counts. `note` is told how many bytes of
 /// objects were looked at.
 ///
 /// # Errors
-/// What the store answers. Where a tag or a young manifest cannot be read nothing is deleted.
+/// [`Error::NoTags`], and what the store answers. Where a tag or a young manifest cannot be read nothing is
+/// deleted.
 pub fn prune(store: &Store, dry: bool, note: &dyn Fn(u64), until: Until<'_>) -> Result<Pruned> {
-    let store_began = store.now(until)?;
-    // Taken afterwards: rather a bit too young than too old.
-    let begun = Instant::now();
-    let now = || store_began + begun.elapsed();
-    let mut roots = Roots::read(store, now(), until)?;
+    let work = Work { store, clock: Clock::start(store, until)?, dry, until };
+    let mut roots = work.roots()?;
     let mut pruned = Pruned { images: roots.images, ..Pruned::default() };
     let parts = (0..=u8::MAX).map(|part| format!("{CHUNKS}{part:02x}/"));
     // Manifests last: while one is there what it refers to should be, too.
     for prefix in parts.chain([MAPS, TRACES, CLOCKS, MANIFESTS].map(str::to_owned)) {
         // What is listed may be more than there is memory for: then the rest is next.
         loop {
-            if roots.read.elapsed() >= ROOTS_AGE_MAX {
-                roots = Roots::read(store, now(), until)?;
+            if roots.are_stale(store) {
+                roots = work.roots()?;
             }
-            let (old, is_whole) = list(store, &prefix, dry, &roots, now(), &mut pruned, until)?;
+            let (old, is_whole) = work.list(&prefix, &roots, &mut pruned)?;
             note(pruned.bytes);
-            let outcome = delete(store, &old, &roots, &now, &mut pruned, until)?;
-            let is_passed_over = roots.read.elapsed() >= ROOTS_AGE_MAX;
-            if !is_passed_over && (is_whole || outcome == 0) {
+            let deleted = work.delete(&old, &roots, &mut pruned)?;
+            let is_passed_over = roots.are_stale(store) && !old.is_empty();
+            if !is_passed_over && (is_whole || deleted == 0) {
                 break;
             }
         }
@@ -85,111 +95,125 @@ pub fn prune(store: &Store, dry: bool, note: &dyn Fn(u64), until: Until<'_>) -> 
     Ok(pruned)
 }
 
-/// What lies under a prefix and may go.
-fn list(
-    store: &Store,
-    prefix: &str,
-    dry: bool,
-    roots: &Roots,
-    now: SystemTime,
-    pruned: &mut Pruned,
-    until: Until<'_>,
-) -> Result<(Vec<Listed>, bool)> {
-    let (mut old, mut is_whole) = (Vec::new(), true);
-    let before = *pruned;
-    store.list(prefix, until, &mut |is_again, listed| {
-        if is_again {
-            (old, is_whole, *pruned) = (Vec::new(), true, before);
-        }
-        let Some(listed) = listed else { return true };
-        pruned.objects += 1;
-        pruned.bytes += listed.bytes;
-        if roots.has(&listed.key) {
-            return true;
-        }
-        if !is_old(now, listed.modified, store.domain().grace) {
-            pruned.young += 1;
-        } else if dry {
-            pruned.deleted += 1;
-            pruned.deleted_bytes += listed.bytes;
-        } else {
-            old.push(listed);
-            is_whole = old.len() < LISTED_MAX;
-        }
-        is_whole
-    })?;
-    Ok((old, is_whole))
-}
-
-fn is_old(now: SystemTime, modified: SystemTime, grace: Duration) -> bool {
-    now.duration_since(modified).is_ok_and(|age| age > grace)
-}
-
-/// Deletes what still is as old as when it was listed, and counts it.
-fn delete(
-    store: &Store,
-    old: &[Listed],
-    roots: &Roots,
-    now: &(dyn Fn() -> SystemTime + Sync),
-    pruned: &mut Pruned,
-    until: Until<'_>,
-) -> Result<u64> {
-    let (deleted, bytes) = (AtomicU64::new(0), AtomicU64::new(0));
-    let outcome = parallel::for_each(AT_ONCE, old.len(), |at| {
-        let Listed { key, bytes: len, .. } = &old[at];
-        until.check().map_err(|fault| Error::of(key, fault))?;
-        // What the roots say is too old: what is left is for the next look.
-        if roots.read.elapsed() >= ROOTS_AGE_MAX {
-            return Ok(());
-        }
-        for tries in 1.. {
-            let Some(head) = store.head(key, until)? else { return Ok(()) };
-            if !is_old(now(), head.modified, store.domain().grace) {
-                return Ok(());
-            }
-            // One try at a time: the look comes first each time.
-            match store.delete_once(key, until.at_most(LOOK_TO_DELETE)) {
-                Err(Error::Object { fault, .. }) if fault.may_pass() && tries < TRIES => {
-                    thread::sleep(TRY_PAUSE * tries);
-                }
-                deleted => {
-                    deleted?;
-                    break;
-                }
-            }
-        }
-        deleted.fetch_add(1, Ordering::SeqCst);
-        bytes.fetch_add(*len, Ordering::SeqCst);
-        Ok::<(), Error>(())
-    });
-    pruned.deleted += deleted.load(Ordering::SeqCst);
-    pruned.deleted_bytes += bytes.load(Ordering::SeqCst);
-    outcome.map(|()| deleted.into_inner())
-}
-
-impl Roots {
-    fn read(store: &Store, now: SystemTime, until: Until<'_>) -> Result<Self> {
-        let read = Instant::now();
-        let mut images = BTreeSet::new();
-        // First the young ones: a push that sets its tag between the two looks is found by one of them.
-        store.list(MANIFESTS, until, &mut |is_again, listed| {
+impl Work<'_> {
+    /// What lies under a prefix and may go.
+    fn list(&self, prefix: &str, roots: &Roots, pruned: &mut Pruned) -> Result<(Vec<Listed>, bool)> {
+        let (mut old, mut is_whole) = (Vec::new(), true);
+        let before = *pruned;
+        self.store.list(prefix, self.until, &mut |is_again, listed| {
             if is_again {
-                images.clear();
+                (old, is_whole, *pruned) = (Vec::new(), true, before);
             }
             let Some(listed) = listed else { return true };
-            if !is_old(now, listed.modified, store.domain().grace)
-                && let Some(name) = name_of(&listed.key)
-            {
-                images.insert(name);
+            pruned.objects += 1;
+            pruned.bytes += listed.bytes;
+            if roots.has(&listed.key) {
+                return true;
             }
-            true
+            if !self.is_old(listed.modified) {
+                pruned.young += 1;
+            } else if self.dry {
+                pruned.deleted += 1;
+                pruned.deleted_bytes += listed.bytes;
+            } else {
+                old.push(listed);
+                is_whole = old.len() < LISTED_MAX;
+            }
+            is_whole
         })?;
-        let young = images.clone();
+        Ok((old, is_whole))
+    }
+
+    fn is_old(&self, modified: SystemTime) -> bool {
+        is_old(self.clock.age_at_least(modified), self.store.domain().grace)
+    }
+
+    /// Deletes what still is as old as when it was listed, and counts it.
+    fn delete(&self, old: &[Listed], roots: &Roots, pruned: &mut Pruned) -> Result<u64> {
+        let (deleted, bytes) = (AtomicU64::new(0), AtomicU64::new(0));
+        let outcome = parallel::for_each(AT_ONCE, old.len(), |at| {
+            if self.delete_one(&old[at].key, roots)? {
+                deleted.fetch_add(1, Ordering::SeqCst);
+                bytes.fetch_add(old[at].bytes, Ordering::SeqCst);
+            }
+            Ok::<(), Error>(())
+        });
+        pruned.deleted += deleted.load(Ordering::SeqCst);
+        pruned.deleted_bytes += bytes.load(Ordering::SeqCst);
+        outcome.map(|()| deleted.into_inner())
+    }
+
+    /// Returns true if the object was deleted. One that the roots are too stale for is for the next listing.
+    fn delete_one(&self, key: &str, roots: &Roots) -> Result<bool> {
+        let (store, until) = (self.store, self.until);
+        let mut tries = 0;
+        loop {
+            until.check().map_err(|fault| Error::of(key, fault))?;
+            let looked = store.uptime();
+            let since_look = || store.uptime().saturating_sub(looked);
+            if roots.are_stale(store) {
+                return Ok(false);
+            }
+            let Some(head) = store.head(key, until)? else { return Ok(false) };
+            if !self.is_old(head.modified) {
+                return Ok(false);
+            }
+            let left = LOOK_TO_DELETE.saturating_sub(since_look());
+            if left.is_zero() {
+                // This host slept, or the store is slow.
+                continue;
+            }
+            // One try at a time: the look comes first each time.
+            tries += 1;
+            let deleted = store.delete_once(key, head.version.as_ref(), until.at_most(left));
+            // Nobody has checked what it deleted, or deletes still.
+            let is_unknown = match &deleted {
+                Ok(is_checked) => !is_checked,
+                Err(fault) => fault.may_pass(),
+            };
+            if is_unknown && since_look() > LOOK_TO_DELETE + DELETE_SETTLES {
+                return Err(Error::DeletedLate(key.to_owned()));
+            }
+            match deleted {
+                Ok(_) => return Ok(true),
+                Err(Fault::Condition) => return Ok(false),
+                Err(fault) if fault.may_pass() && tries < TRIES => thread::sleep(TRY_PAUSE * tries),
+                Err(fault) => return Err(Error::of(key, fault)),
+            }
+        }
+    }
+
+    /// Reads what is referred to, in a time that leaves some to use it.
+    fn roots(&self) -> Result<Roots> {
+        for _ in 0..ROOTS_TRIES {
+            let roots = self.read_roots()?;
+            if !roots.are_stale(self.store) {
+                return Ok(roots);
+            }
+        }
+        let url = self.store.url();
+        let why = format!("{url}: what is referred to cannot be read in {ROOTS_AGE_MAX:?}");
+        Err(Error::Local(why))
+    }
+
+    fn read_roots(&self) -> Result<Roots> {
+        let (store, until) = (self.store, self.until);
+        let read = store.uptime();
+        // First the young ones: a push that sets its tag between the two looks is found by one of them.
+        let manifests = store.list_all(MANIFESTS, usize::MAX, until)?;
+        let young = manifests.iter().filter(|(_, modified)| !self.is_old(**modified));
+        let young: BTreeSet<Name> = young.filter_map(|(key, _)| name_of(key)).collect();
+        let mut images = young.clone();
         let forgotten = usize::from(mutants::on(Mutant::PruneForgetsTag));
+        let mut has_tags = false;
         for tag in store.tag_names(until)?.into_iter().skip(forgotten) {
             if let Some(read) = store.tag(&tag, until)? {
+                has_tags = true;
                 images.insert(read.tag.manifest);
             }
+        }
+        if !has_tags {
+            return Err(Error::NoTags(store.url().to_owned()));
         }
         let mut all: Vec<Manifest> = Vec::new();
         let mut names: BTreeSet<Name> = BTreeSet::new();
@@ -220,11 +244,13 @@ impl Roots {
             Ok::<(), Error>(())
         })?;
         let names = shared.into_inner().unwrap_or_else(PoisonError::into_inner);
-        if read.elapsed() >= ROOTS_AGE_MAX {
-            let why = format!("{}: what is referred to cannot be read in {ROOTS_AGE_MAX:?}", store.url());
-            return Err(Error::Local(why));
-        }
-        Ok(Self { names, images: images.len() as u64, read })
+        Ok(Roots { names, images: images.len() as u64, read })
+    }
+}
+
+impl Roots {
+    fn are_stale(&self, store: &Store) -> bool {
+        store.uptime().saturating_sub(self.read) >= ROOTS_AGE_MAX
     }
 
     fn has(&self, key: &str) -> bool {

@@ -25,6 +25,14 @@ pub fn unique_id() -> Uuid {
     Uuid::new_v4()
 }
 
+/// Reads a clock of this host that also counts while it sleeps.
+#[cfg(not(loom))]
+pub fn uptime() -> time::Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    // Neither part is negative.
+    time::Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+}
+
 /// What time people have. In a simulation it stands still: who compares times does so by the store's clock.
 pub fn time_of_day() -> time::SystemTime {
     #[cfg(freestone_sim)]

@@ -51,6 +51,8 @@ pub enum Effect {
     Flip(usize),
     /// What is read ends after so many bytes.
     Cut(usize),
+    /// A listing omits this key.
+    Omit(&'static str),
 }
 
 type Rule = Arc<dyn Fn(Call<'_>) -> Effect + Send + Sync>;
@@ -79,6 +81,8 @@ struct State {
 struct Served {
     calls: u64,
     rule: Option<Rule>,
+    /// Deletions cannot have a condition.
+    deletes_always: bool,
 }
 
 /// A store in memory.
@@ -125,12 +129,17 @@ impl Memory {
         self.served().rule = Some(Arc::new(rule));
     }
 
+    /// From now on deletions cannot have a condition, as in S3.
+    pub fn delete_always(&self) {
+        self.served().deletes_always = true;
+    }
+
     /// All is well again.
     pub fn heal(&self) {
         self.served().rule = None;
     }
 
-    /// Time passes for the store.
+    /// Time passes for the store, and for those who use it.
     pub fn pass(&self, time: Duration) {
         self.lock().ahead += time;
     }
@@ -219,9 +228,13 @@ fn ended<T>(effect: &Effect, done: T) -> Result<T> {
 }
 
 impl State {
+    fn passed(&self) -> Duration {
+        self.begun.elapsed() + self.ahead
+    }
+
     fn now(&self) -> SystemTime {
         // Whole seconds, as in HTTP.
-        UNIX_EPOCH + Duration::from_secs((BEGIN + self.begun.elapsed() + self.ahead).as_secs())
+        UNIX_EPOCH + Duration::from_secs((BEGIN + self.passed()).as_secs())
     }
 }
 
@@ -304,6 +317,9 @@ impl Objects for Memory {
         };
         let most = if let Effect::Cut(at) = effect { at } else { usize::MAX };
         for listed in listed.into_iter().take(most) {
+            if matches!(effect, Effect::Omit(key) if key == listed.key) {
+                continue;
+            }
             if !each(listed) {
                 return Ok(());
             }
@@ -319,5 +335,22 @@ impl Objects for Memory {
         let effect = self.begin(Method::Delete, key, until)?;
         self.lock().objects.remove(key);
         ended(&effect, ())
+    }
+
+    fn delete_unchanged(&self, key: &str, read: &Version, until: Until<'_>) -> Result<()> {
+        if self.served().deletes_always {
+            return Err(Fault::Unsupported("no conditions".to_owned()));
+        }
+        let effect = self.begin(Method::Delete, key, until)?;
+        let mut state = self.lock();
+        if state.objects.get(key).map(version).as_ref() != Some(read) {
+            return Err(Fault::Condition);
+        }
+        state.objects.remove(key);
+        ended(&effect, ())
+    }
+
+    fn uptime(&self) -> Duration {
+        self.lock().passed()
     }
 }

@@ -4,6 +4,8 @@
 //! text is then what comes of that. With choice 2 a tag says the image that was pushed, and that is pushed again.
 //! With choice 4 the tag is read as another.
 
+use std::ops::RangeInclusive;
+
 use freestone::store::format::domain::{BYTES_MAX, Written};
 use freestone::store::format::tag::{self, Tag};
 use freestone::store::objects::{Objects as _, When};
@@ -14,8 +16,8 @@ use uuid::Uuid;
 use super::keys::{FORMAT, Fixed, Hash, Keys, hex, secret, unhex};
 use super::reference::{Reference, device, memory, push, soon};
 
-/// A week.
-const GRACE_SECONDS_MAX: u64 = 7 * 24 * 3600;
+/// An hour to a week.
+const GRACE_SECONDS: RangeInclusive<u64> = 3600..=7 * 24 * 3600;
 
 pub fn number(value: &Value, key: &str) -> Option<u64> {
     value.get(key)?.as_u64()
@@ -52,7 +54,7 @@ struct Described {
 
 fn described(value: &Value) -> Option<Described> {
     let format = number(value, "format").filter(|format| *format == FORMAT)?;
-    let grace = number(value, "grace_seconds").filter(|grace| *grace <= GRACE_SECONDS_MAX)?;
+    let grace = number(value, "grace_seconds").filter(|grace| GRACE_SECONDS.contains(grace))?;
     let keyed = ["store", "file"].iter().position(|key| text(value, "key") == Some(key))?;
     let encrypted = ["none", "aes-256-gcm"].iter().position(|key| text(value, "encryption") == Some(key))?;
     Some(Described {

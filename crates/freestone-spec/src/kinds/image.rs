@@ -105,10 +105,15 @@ pub fn of_store(error: &Error) -> Refusal {
         Error::Cancelled => Errno::ECANCELED,
         Error::NoStore(_) | Error::NoTag(_) => Errno::ENODEV,
         Error::Refused(..) | Error::TooLarge | Error::Unread => Errno::EINVAL,
-        Error::TagMoved(_) | Error::ParentGoes(_) | Error::Pruned(_) => Errno::EBUSY,
+        Error::NoTags(_) | Error::TagMoved(_) | Error::ParentGoes(_) | Error::Pruned(_) => Errno::EBUSY,
         Error::TooSlow(_) | Error::Object { fault: Fault::Late, .. } => Errno::ETIMEDOUT,
         Error::Object { fault: Fault::Unsupported(_), .. } => Errno::EOPNOTSUPP,
-        Error::Object { .. } | Error::Damaged(..) | Error::Device(_) | Error::Local(_) => Errno::EIO,
+        Error::Object { .. }
+        | Error::Damaged(..)
+        | Error::Device(_)
+        | Error::DeletedLate(_)
+        | Error::SetLate(_)
+        | Error::Local(_) => Errno::EIO,
     };
     Refusal::failed(errno, error.to_string())
 }

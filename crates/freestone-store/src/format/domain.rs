@@ -160,8 +160,8 @@ impl Written {
             _ => {}
         }
         let grace = Duration::from_secs(self.grace_seconds);
-        if grace > GRACE_RANGE.1 {
-            return Err(Refused::Damaged("grace_seconds: more than a week".into()));
+        if grace < GRACE_RANGE.0 || grace > GRACE_RANGE.1 {
+            return Err(Refused::Damaged("grace_seconds: from 3600 (an hour) to 604800 (a week)".into()));
         }
         let domain = self.domain(&salt, secret);
         if self.checked(&domain) != self.check {
@@ -254,6 +254,10 @@ mod tests {
             let text = text.replace(from, to);
             let refused = Written::parse(text.as_bytes()).unwrap().open(None).err();
             assert!(matches!(refused, Some(Refused::Damaged(_))), "{text}");
+        }
+        for seconds in [0, 3599, 604_801] {
+            let (_, written) = Domain::new(None, false, Duration::from_secs(seconds));
+            assert!(matches!(written.open(None), Err(Refused::Damaged(_))), "{seconds}");
         }
         for cut in 0..text.trim_end().len() {
             assert!(Written::parse(&text.as_bytes()[..cut]).is_err(), "{cut}");

@@ -1,8 +1,12 @@
 //! A directory as a store: each object is a file.
 //!
 //! What is written is durable when it is answered. A file gets its name when it is complete, so nobody
-//! sees a part of one. A write that depends on what is there holds an exclusive lock on a file of the
-//! directory, all others a shared one: of two such writes one comes first.
+//! sees a part of one. A write or deletion that depends on what is there holds an exclusive lock on a file of
+//! the directory, all others a shared one: of two such writes one comes first. A listing holds the exclusive
+//! lock, too: `readdir` may omit a name that `rename` replaces meanwhile.
+//!
+//! Lock order: [`TURN`], [`LOCK`]. Whoever waits for the second one holds the first, so shared locks that
+//! follow each other do not keep out an exclusive one.
 
 use crate::rt::sync::atomic::{AtomicU64, Ordering};
 use crate::rt::thread;
@@ -23,8 +27,10 @@ use super::{Fault, Head, KEY_BYTES_MAX, Listed, Objects, Read, Result, Until, Ve
 
 /// Names that begin so are no objects.
 const HIDDEN: char = '.';
-/// Locked by who writes and deletes.
+/// Locked by who writes, deletes and lists.
 const LOCK: &str = ".lock";
+/// Locked by who waits for [`LOCK`].
+const TURN: &str = ".turn";
 /// Files that are not complete.
 const UNFINISHED: &str = ".unfinished";
 /// What is not complete after this time nobody completes any more.
@@ -60,7 +66,12 @@ impl Directory {
     /// Held as long as the file is open.
     fn lock(&self, exclusive: bool, until: Until<'_>) -> Result<File> {
         make_dir(&self.root.join(UNFINISHED))?;
-        let path = self.root.join(LOCK);
+        let _turn = self.lock_file(TURN, exclusive, until)?;
+        self.lock_file(LOCK, exclusive, until)
+    }
+
+    fn lock_file(&self, name: &str, exclusive: bool, until: Until<'_>) -> Result<File> {
+        let path = self.root.join(name);
         let file = File::options().create(true).truncate(false).write(true).open(&path);
         let file = file.map_err(|e| of_io(&path, &e))?;
         let operation = if exclusive {
@@ -90,8 +101,13 @@ impl Directory {
         }
     }
 
-    /// A complete file without its name.
-    fn unfinished(&self, bytes: &[u8]) -> Result<Unfinished> {
+    /// Returns false if nothing was written yet.
+    fn is_made(&self) -> Result<bool> {
+        self.root.try_exists().map_err(|e| of_io(&self.root, &e))
+    }
+
+    /// A complete file without its name, and its version.
+    fn unfinished(&self, bytes: &[u8]) -> Result<(Unfinished, Version)> {
         self.tidied.call_once(|| self.tidy());
         // Relaxed: only the numbers have to differ.
         let number = self.next.fetch_add(1, Ordering::Relaxed);
@@ -100,9 +116,9 @@ impl Directory {
         let made = File::options().create_new(true).write(true).open(&path);
         let mut file = made.map_err(|e| of_io(&path, &e))?;
         let path = Unfinished(path);
-        let written = file.write_all(bytes).and_then(|()| file.sync_all());
-        written.map_err(|e| of_io(&path.0, &e))?;
-        Ok(path)
+        let written = file.write_all(bytes).and_then(|()| file.sync_all()).and_then(|()| file.metadata());
+        let meta = written.map_err(|e| of_io(&path.0, &e))?;
+        Ok((path, version(&meta)))
     }
 }
 
@@ -146,7 +162,9 @@ impl Objects for Directory {
         let dir = path.parent().unwrap_or(&self.root);
         let _lock = self.lock(matches!(when, When::Unchanged(_)), until)?;
         make_dir(dir)?;
-        let unfinished = self.unfinished(bytes)?;
+        let (unfinished, written) = self.unfinished(bytes)?;
+        // Opened before the file gets its name: afterwards only the flush can fail.
+        let opened = open_dir(dir)?;
         match when {
             When::Always => fs::rename(&unfinished.0, &path).map_err(failed)?,
             When::Absent => match fs::hard_link(&unfinished.0, &path) {
@@ -154,19 +172,12 @@ impl Objects for Directory {
                 linked => linked.map_err(failed)?,
             },
             When::Unchanged(read) => {
-                let now = match fs::metadata(&path) {
-                    Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(Fault::Condition),
-                    meta => version(&meta.map_err(failed)?),
-                };
-                if now != *read {
-                    return Err(Fault::Condition);
-                }
+                check_version(&path, read)?;
                 fs::rename(&unfinished.0, &path).map_err(failed)?;
             }
         }
-        sync_dir(dir)?;
-        let meta = fs::metadata(&path).map_err(failed)?;
-        Ok(Some(version(&meta)))
+        sync_dir(dir, opened)?;
+        Ok(Some(written))
     }
 
     fn head(&self, key: &str, until: Until<'_>) -> Result<Head> {
@@ -184,6 +195,14 @@ impl Objects for Directory {
         let start = match prefix.strip_suffix('/') {
             None => self.root.clone(),
             Some(prefix) => self.path(prefix)?,
+        };
+        if !self.is_made()? {
+            return Ok(());
+        }
+        let _lock = match self.lock(true, until) {
+            // Whoever may not write the store deletes nothing because of a listing.
+            Err(Fault::Denied(_)) => None,
+            lock => Some(lock?),
         };
         let mut dirs = vec![(start, prefix.to_owned())];
         while let Some((dir, prefix)) = dirs.pop() {
@@ -221,7 +240,7 @@ impl Objects for Directory {
 
     fn delete(&self, key: &str, until: Until<'_>) -> Result<()> {
         let path = self.path(key)?;
-        if !self.root.is_dir() {
+        if !self.is_made()? {
             return Ok(());
         }
         let _lock = self.lock(false, until)?;
@@ -229,6 +248,26 @@ impl Objects for Directory {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
             removed => removed.map_err(|e| of_io(&path, &e)),
         }
+    }
+
+    fn delete_unchanged(&self, key: &str, read: &Version, until: Until<'_>) -> Result<()> {
+        let path = self.path(key)?;
+        if !self.is_made()? {
+            return Err(Fault::Condition);
+        }
+        let _lock = self.lock(true, until)?;
+        check_version(&path, read)?;
+        fs::remove_file(&path).map_err(|e| of_io(&path, &e))
+    }
+}
+
+/// Fails with [`Fault::Condition`] if a file is not the one that was read.
+fn check_version(path: &Path, read: &Version) -> Result<()> {
+    match fs::metadata(path) {
+        Ok(meta) if version(&meta) == *read => Ok(()),
+        Ok(_) => Err(Fault::Condition),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Err(Fault::Condition),
+        Err(e) => Err(of_io(path, &e)),
     }
 }
 
@@ -244,13 +283,20 @@ fn make_dir(dir: &Path) -> Result<()> {
     }
     let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
     made.map_err(|e| of_io(dir, &e))?;
-    dir.ancestors().skip(1).take(3).try_for_each(sync_dir)
+    let parents = dir.ancestors().skip(1).take(3).filter(|dir| !dir.as_os_str().is_empty());
+    parents.into_iter().try_for_each(|dir| sync_dir(dir, open_dir(dir)?))
 }
 
-fn sync_dir(dir: &Path) -> Result<()> {
-    // One that cannot be opened for reading was not made by us.
-    let Ok(file) = File::open(dir) else { return Ok(()) };
-    file.sync_all().map_err(|e| of_io(dir, &e))
+/// Opens a directory to flush it. None if it cannot be read: such a one was not made by us.
+fn open_dir(dir: &Path) -> Result<Option<File>> {
+    match File::open(dir) {
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => Ok(None),
+        opened => opened.map(Some).map_err(|e| of_io(dir, &e)),
+    }
+}
+
+fn sync_dir(dir: &Path, opened: Option<File>) -> Result<()> {
+    opened.map_or(Ok(()), |file| file.sync_all()).map_err(|e| of_io(dir, &e))
 }
 
 fn of_io(path: &Path, error: &io::Error) -> Fault {
@@ -376,6 +422,50 @@ mod tests {
         let names =
             fs::read_dir(store.root.join(UNFINISHED)).unwrap().map(|entry| entry.unwrap().file_name());
         assert_eq!(names.collect::<Vec<_>>(), ["young"]);
+    }
+
+    #[test]
+    fn listing_holds_off_writes_with_condition() {
+        let (_dir, store) = store();
+        let read = store.put("tags/a", b"1", When::Absent, soon()).unwrap().unwrap();
+        let mut keys = Vec::new();
+        let mut each = |listed: Listed| {
+            let soon = Until::within(Duration::from_millis(30));
+            let late = store.put("tags/a", b"2", When::Unchanged(&read), soon);
+            assert_eq!(late, Err(Fault::Late));
+            keys.push(listed.key);
+            true
+        };
+        store.list("tags/", &mut each, soon()).unwrap();
+        assert_eq!(keys, ["tags/a"]);
+        store.put("tags/a", b"2", When::Unchanged(&read), soon()).unwrap();
+    }
+
+    #[test]
+    fn deletion_with_condition_leaves_newer_object() {
+        let (_dir, store) = store();
+        let first = store.put("a", b"1", When::Always, soon()).unwrap().unwrap();
+        let second = store.put("a", b"1", When::Always, soon()).unwrap().unwrap();
+        assert_eq!(store.delete_unchanged("a", &first, soon()), Err(Fault::Condition));
+        store.delete_unchanged("a", &second, soon()).unwrap();
+        assert_eq!(store.delete_unchanged("a", &second, soon()), Err(Fault::Condition));
+    }
+
+    #[test]
+    fn shared_locks_do_not_keep_out_exclusive_one() {
+        let (_dir, store) = store();
+        let shared = store.lock(false, soon()).unwrap();
+        thread::scope(|scope| {
+            let exclusive = scope.spawn(|| store.lock(true, soon()).map(drop));
+            // No other shared lock is given once somebody waits for an exclusive one.
+            let since = Instant::now();
+            while store.lock(false, Until::within(Duration::from_millis(30))).is_ok() {
+                assert!(since.elapsed() < Duration::from_secs(5));
+            }
+            drop(shared);
+            exclusive.join().unwrap().unwrap();
+        });
+        store.lock(false, soon()).unwrap();
     }
 
     #[test]

@@ -51,7 +51,7 @@ impl<'a> Until<'a> {
 }
 
 /// What tells one content of an object from another that had its key: the store's entity tag, without
-/// quotes.
+/// quotes. Some stores give equal contents the same tag.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Version(pub String);
 
@@ -165,7 +165,8 @@ pub trait Objects: Send + Sync {
     fn head(&self, key: &str, until: Until<'_>) -> Result<Head>;
 
     /// Names objects whose keys begin with `prefix` (whole parts of a path: it is empty or ends with `/`),
-    /// in any order, until `each` answers false. What is written or deleted meanwhile may be named or not.
+    /// in any order, until `each` answers false. What is written, replaced or deleted meanwhile may be named
+    /// or not. `each` must not call the store.
     ///
     /// # Errors
     /// [`Fault::Unsupported`] where the store cannot list.
@@ -176,4 +177,20 @@ pub trait Objects: Send + Sync {
     /// # Errors
     /// [`Fault::Unsupported`] where the store is read-only.
     fn delete(&self, key: &str, until: Until<'_>) -> Result<()>;
+
+    /// Deletes an object unless it was written again since `version` was read, with the same content or
+    /// another.
+    ///
+    /// # Errors
+    /// [`Fault::Condition`]; [`Fault::Unsupported`] without a request if the store has no such deletion.
+    fn delete_unchanged(&self, key: &str, version: &Version, until: Until<'_>) -> Result<()> {
+        let _ = (key, version, until);
+        Err(Fault::Unsupported("the store has no deletion with a condition".to_owned()))
+    }
+
+    /// Reads the clock that measures times between requests. It also counts while this host sleeps. A store
+    /// with a simulated clock has its own.
+    fn uptime(&self) -> Duration {
+        crate::rt::uptime()
+    }
 }

@@ -1,14 +1,9 @@
 //! That what a push stands on is not deleted meanwhile.
 
-use crate::rt::time::{Duration, SystemTime};
-
-use super::sent::LOOK_TO_DELETE;
 use crate::format::name::Name;
 use crate::objects::{Fault, Until};
 use crate::store::{Error, MANIFESTS, Result, Store, TagRead};
-
-/// A prune has looked at tags and manifests so long before it deletes anything at most.
-pub const ROOTS_AGE_MAX: Duration = Duration::from_secs(600);
+use crate::timing::{self, Clock};
 
 /// What keeps it.
 pub enum Guard<'a> {
@@ -26,7 +21,7 @@ impl<'a> Guard<'a> {
         store: &Store,
         image: Name,
         tag: Option<&'a str>,
-        now: SystemTime,
+        clock: &Clock<'_>,
         until: Until<'_>,
     ) -> Result<Self> {
         if let Some(tag) = tag
@@ -38,14 +33,15 @@ impl<'a> Guard<'a> {
         let key = format!("{MANIFESTS}{image}");
         let grace = store.domain().grace;
         let head = store.head(&key, until)?.ok_or_else(|| Error::ParentGoes(key.clone()))?;
-        let age = now.duration_since(head.modified).unwrap_or_default();
-        if age + ROOTS_AGE_MAX + LOOK_TO_DELETE >= grace {
-            return Err(Error::ParentGoes(key));
+        if timing::is_reusable(clock.age_at_most(head.modified), grace) {
+            return Ok(Self::Young);
         }
-        if age > grace / 2 {
-            let most = crate::format::meta::STORED_BYTES_MAX;
-            let object = store.read(&key, most, until)?.bytes;
-            store.write(&key, &object, until)?;
+        let most = crate::format::meta::STORED_BYTES_MAX;
+        let object = store.read(&key, most, until)?.bytes;
+        store.write(&key, &object, until)?;
+        // A prune that began while the manifest was too old does not know what it refers to.
+        if timing::may_be_in_deletion(clock.age_at_most(head.modified), grace) {
+            return Err(Error::ParentGoes(key));
         }
         Ok(Self::Young)
     }

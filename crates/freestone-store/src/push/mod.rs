@@ -5,10 +5,10 @@
 //! rest is referred to. The tag is set last, with the condition that it is what it was: until then nobody
 //! sees anything, and a push that ends early leaves only objects that a prune deletes.
 //!
-//! **Beside a prune.** A prune deletes what no tag and no young manifest refers to and what is older than
-//! the grace of the store. So a push must be done within half of that; what it finds there and reuses it
-//! writes again where that is older than half of it; and what it stands on must be referred to by a tag
-//! all the time, or by a manifest that it has made young again.
+//! **Beside a prune.** A prune deletes objects that are older than the grace of the store and that no tag and
+//! no young manifest refers to. So a push publishes its manifest within half of the grace, writes objects
+//! again that are too old to be reused (`timing`), and stands only on an image that a tag refers to all the
+//! time, or a manifest that the push has made young again.
 
 mod changed;
 mod guard;
@@ -27,9 +27,8 @@ use crate::format::{IMAGE_BYTES_MAX, SEGMENT_BYTES, VERSION};
 use crate::objects::Until;
 use crate::parallel;
 use crate::store::{Error, MANIFESTS, Result, Store, TAGS};
+use crate::timing::{self, Clock};
 use guard::Guard;
-pub use guard::ROOTS_AGE_MAX;
-pub use sent::LOOK_TO_DELETE;
 use sent::Sent;
 
 /// Segments that are worked on at once.
@@ -109,7 +108,7 @@ struct Work<'a> {
     source: Source<'a>,
     options: Options<'a>,
     until: Until<'a>,
-    sent: Sent,
+    sent: Sent<'a>,
     changed_pages: AtomicU64,
     done: AtomicU64,
     note: &'a (dyn Fn(u64, u64) + Sync),
@@ -128,11 +127,14 @@ pub fn push(
     note: &(dyn Fn(u64, u64) + Sync),
     until: Until<'_>,
 ) -> Result<Pushed> {
-    let half = store.domain().grace / 2;
-    let begun = Instant::now();
-    let until = Until { deadline: until.deadline.min(begun + half), ..until };
-    let is_late = |error| if begun.elapsed() >= half { Error::TooSlow(store.domain().grace) } else { error };
-    let store_began = store.now(until).map_err(is_late)?;
+    let grace = store.domain().grace;
+    let time_max = timing::push_time_max(grace);
+    let begun = store.uptime();
+    let until = Until { deadline: until.deadline.min(Instant::now() + time_max), ..until };
+    let is_late = |error| {
+        if store.uptime().saturating_sub(begun) >= time_max { Error::TooSlow(grace) } else { error }
+    };
+    let clock = Clock::start(store, until).map_err(is_late)?;
     let before = store.tag(options.tag, until)?;
     let generation = before.as_ref().map_or(0, |before| before.tag.generation);
     let generation = generation.checked_add(1).ok_or_else(|| {
@@ -145,7 +147,7 @@ pub fn push(
         None => source.over.map(|over| over.base),
     };
     let guard = match (&before, parent, source.over) {
-        (None, Some(_), Some(over)) => Guard::keep(store, over.base, over.tag, store_began, until)?,
+        (None, Some(_), Some(over)) => Guard::keep(store, over.base, over.tag, &clock, until)?,
         // That the tag still is what it was shows that what it refers to was never without one.
         _ => Guard::Tag,
     };
@@ -167,7 +169,7 @@ pub fn push(
         source,
         options,
         until,
-        sent: Sent::new(options.is_new, begun, store_began),
+        sent: Sent::new(options.is_new, &clock),
         changed_pages: AtomicU64::new(0),
         done: AtomicU64::new(0),
         note,
@@ -192,13 +194,15 @@ pub fn push(
     let manifest = store.write_meta(MANIFESTS, Kind::Manifest, &manifest.bytes(), until).map_err(is_late)?;
     work.sent.check_renewed(store, options.threads, until).map_err(is_late)?;
     guard.check(store, until)?;
-    // By its own clock, as this host may have slept.
-    let took = store.now(until)?.duration_since(store_began).unwrap_or_default();
-    if took.max(begun.elapsed()) >= half {
-        return Err(Error::TooSlow(store.domain().grace));
+    if clock.elapsed_at_store(until).map_err(is_late)?.max(clock.elapsed()) >= time_max {
+        return Err(Error::TooSlow(grace));
     }
     let tag = Tag::new(store.domain(), options.tag, manifest, generation, now);
     store.set_tag(options.tag, before.as_ref(), &tag, until)?;
+    // The tag has to be there before the manifest is too old to be a root.
+    if clock.elapsed() >= grace {
+        return Err(Error::SetLate(options.tag.to_owned()));
+    }
     Ok(pushed(manifest, generation, true))
 }
 

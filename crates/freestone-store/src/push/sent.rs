@@ -3,7 +3,7 @@
 use crate::rt::sync::atomic::{AtomicU64, Ordering};
 use crate::rt::sync::{Mutex, PoisonError};
 use crate::rt::thread;
-use crate::rt::time::{Duration, Instant, SystemTime};
+use crate::rt::time::{Duration, SystemTime};
 use std::collections::HashMap;
 
 use crate::format::chunk::{Plain, STORED_BYTES_MAX};
@@ -12,37 +12,36 @@ use crate::format::name::{Kind, Name};
 use crate::objects::Until;
 use crate::parallel;
 use crate::store::{Error, MAPS, Result, Store, chunk_key};
+use crate::timing::{Clock, DELETE_SETTLES, LOOK_TO_DELETE, is_reusable, may_be_in_deletion};
 
-/// A prune looks at an object once more just before it deletes it, and the deletion is done, or given
-/// up, so long after that at most. The same time is taken off the age of what counts as old, for clocks
-/// that tell whole seconds.
-pub const LOOK_TO_DELETE: Duration = Duration::from_secs(30);
-/// A push waits this much longer than that.
-const WAIT_MORE: Duration = Duration::from_secs(5);
 /// How often it is asked meanwhile whether anybody still wants it.
 const STEP: Duration = Duration::from_millis(50);
 
 /// What was sent, and what was found.
-pub struct Sent {
+pub struct Sent<'a> {
     /// Nothing was there before.
     is_new: bool,
-    begun: Instant,
-    /// What the clock of the store said then.
-    store_began: SystemTime,
+    clock: &'a Clock<'a>,
     stored: Mutex<HashMap<Name, u32>>,
-    /// Written again though they were so old that a prune may have been about to delete them.
-    renewed: Mutex<Vec<(String, Instant)>>,
+    /// Objects written again that a prune may have been about to delete, and when (by the clock of this host).
+    renewed: Mutex<Vec<(String, Duration)>>,
     chunks: AtomicU64,
     bytes: AtomicU64,
     reused: AtomicU64,
 }
 
-impl Sent {
-    pub fn new(is_new: bool, begun: Instant, store_began: SystemTime) -> Self {
+/// An object that was found in the store.
+#[derive(Clone, Copy)]
+struct Found {
+    bytes: u64,
+    modified: SystemTime,
+}
+
+impl<'a> Sent<'a> {
+    pub fn new(is_new: bool, clock: &'a Clock<'a>) -> Self {
         Self {
             is_new,
-            begun,
-            store_began,
+            clock,
             stored: Mutex::default(),
             renewed: Mutex::default(),
             chunks: AtomicU64::new(0),
@@ -60,11 +59,6 @@ impl Sent {
         self.reused.load(Ordering::SeqCst)
     }
 
-    /// How old something is by the clock of the store.
-    fn age(&self, modified: SystemTime) -> Duration {
-        (self.store_began + self.begun.elapsed()).duration_since(modified).unwrap_or_default()
-    }
-
     /// Sees to it that pages are in the store as a chunk. `known` are chunks that are there for sure.
     pub fn send(
         &self,
@@ -76,21 +70,21 @@ impl Sent {
         let plain = Plain::new(store.domain(), pages);
         let name = plain.name();
         let before = self.stored.lock().unwrap_or_else(PoisonError::into_inner).get(&name).copied();
-        let found = match before.or_else(|| known.get(&name).copied()) {
-            Some(stored) => Some(stored),
-            None if self.is_new => None,
-            None => {
-                let found = self.find(store, &chunk_key(&name), until)?;
-                found.filter(|bytes| *bytes <= STORED_BYTES_MAX as u64).map(|bytes| bytes as u32)
-            }
-        };
-        let stored = if let Some(stored) = found {
+        let mut found = None;
+        let mut reusable = before.or_else(|| known.get(&name).copied());
+        if reusable.is_none() {
+            found = self.find(store, &chunk_key(&name), until)?;
+            reusable = found
+                .filter(|found| found.bytes <= STORED_BYTES_MAX as u64 && self.is_reusable(store, *found))
+                .map(|found| found.bytes as u32);
+        }
+        let stored = if let Some(stored) = reusable {
             self.reused.fetch_add(1, Ordering::SeqCst);
             stored
         } else {
             let object =
                 plain.stored(store.domain()).ok_or(Error::Device(freestone_core::device::Error::NoMemory))?;
-            store.write(&chunk_key(&name), &object, until)?;
+            self.write(store, chunk_key(&name), &object, found, until)?;
             self.chunks.fetch_add(1, Ordering::SeqCst);
             self.bytes.fetch_add(object.len() as u64, Ordering::SeqCst);
             object.len() as u32
@@ -99,23 +93,45 @@ impl Sent {
         Ok(ChunkRef { name, stored })
     }
 
-    /// The length of an object that is there and young enough to stay.
-    fn find(&self, store: &Store, key: &str, until: Until<'_>) -> Result<Option<u64>> {
-        let Some(head) = store.head(key, until)? else { return Ok(None) };
-        let (age, grace) = (self.age(head.modified), store.domain().grace);
-        if age + LOOK_TO_DELETE >= grace {
-            let mut renewed = self.renewed.lock().unwrap_or_else(PoisonError::into_inner);
-            renewed.push((key.to_owned(), Instant::now()));
+    fn find(&self, store: &Store, key: &str, until: Until<'_>) -> Result<Option<Found>> {
+        if self.is_new {
+            return Ok(None);
         }
-        Ok((age <= grace / 2).then_some(head.bytes))
+        let head = store.head(key, until)?;
+        Ok(head.map(|head| Found { bytes: head.bytes, modified: head.modified }))
+    }
+
+    /// Returns true if an object is young enough to stay as long as this push needs it.
+    fn is_reusable(&self, store: &Store, found: Found) -> bool {
+        is_reusable(self.clock.age_at_most(found.modified), store.domain().grace)
+    }
+
+    /// Writes an object, in the place of what was found.
+    fn write(
+        &self,
+        store: &Store,
+        key: String,
+        object: &[u8],
+        found: Option<Found>,
+        until: Until<'_>,
+    ) -> Result<()> {
+        store.write(&key, object, until)?;
+        // Asked after the write: until then the old object was there, and it became older.
+        let age = found.map(|found| self.clock.age_at_most(found.modified));
+        if age.is_some_and(|age| may_be_in_deletion(age, store.domain().grace)) {
+            let mut renewed = self.renewed.lock().unwrap_or_else(PoisonError::into_inner);
+            renewed.push((key, store.uptime()));
+        }
+        Ok(())
     }
 
     /// Sees to it that what describes a part of the image is in the store.
     pub fn send_meta(&self, store: &Store, kind: Kind, content: &[u8], until: Until<'_>) -> Result<Name> {
         let (name, object) = store.meta(kind, content)?;
         let key = format!("{MAPS}{name}");
-        if self.is_new || self.find(store, &key, until)?.is_none() {
-            store.write(&key, &object, until)?;
+        let found = self.find(store, &key, until)?;
+        if !found.is_some_and(|found| self.is_reusable(store, found)) {
+            self.write(store, key, &object, found, until)?;
         }
         Ok(name)
     }
@@ -124,8 +140,7 @@ impl Sent {
     pub fn check_renewed(&self, store: &Store, threads: usize, until: Until<'_>) -> Result<()> {
         let renewed = std::mem::take(&mut *self.renewed.lock().unwrap_or_else(PoisonError::into_inner));
         let Some((_, youngest)) = renewed.iter().max_by_key(|(_, at)| *at) else { return Ok(()) };
-        // They were written after that.
-        while youngest.elapsed() < LOOK_TO_DELETE + WAIT_MORE {
+        while store.uptime().saturating_sub(*youngest) < LOOK_TO_DELETE + DELETE_SETTLES {
             until.check().map_err(|fault| Error::of(MAPS, fault))?;
             thread::sleep(STEP);
         }

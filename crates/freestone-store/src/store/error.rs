@@ -33,6 +33,24 @@ pub enum Error {
     /// There is no such tag.
     #[error("there is no tag {0} in it")]
     NoTag(String),
+    /// A prune found no tag, so it cannot know what is in use.
+    #[error(
+        "{0}: there is no tag, so nothing was deleted. If tags/ is missing, restore it. If all tags were \
+         removed on purpose, push an image and prune again, or delete the whole store"
+    )]
+    NoTags(String),
+    /// An object was deleted later than a push waits for.
+    #[error(
+        "{0}: this host slept, or the store hung, while the object was deleted; if a push has written it \
+         again meanwhile, repeat that push with --full"
+    )]
+    DeletedLate(String),
+    /// A tag was set later than a prune waits for.
+    #[error(
+        "tag {0} was set, but too late, as this host slept or the store hung: a prune may have deleted parts \
+         of the image; repeat the push with --full"
+    )]
+    SetLate(String),
     /// Of two pushes at one time the other came first.
     #[error("tag {0} was changed by another push meanwhile; nothing of this one is visible")]
     TagMoved(String),

@@ -9,6 +9,7 @@ mod traffic;
 
 use crate::rt::sync::Arc;
 use crate::rt::time::{Duration, SystemTime};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use crate::format::chunk;
@@ -17,7 +18,7 @@ use crate::format::manifest::{self, Manifest};
 use crate::format::map::{self, Hashes, Map};
 use crate::format::meta;
 use crate::format::name::{Kind, Name};
-use crate::objects::{Fault, Head, Listed, Objects, Read, Until, When};
+use crate::objects::{Fault, Head, Listed, Objects, Read, Until, Version, When};
 
 pub use again::TRY_MAX;
 use again::again;
@@ -29,6 +30,8 @@ pub use traffic::{Requests, Traffic};
 
 /// How long one try of a list may take: there may be many pages of it.
 const LIST_MAX: Duration = Duration::from_secs(300);
+/// Most listings that are joined. A prefix that changes all the time adds keys to each.
+const LISTINGS_MAX: usize = 10;
 /// Where manifests lie.
 pub const MANIFESTS: &str = "manifests/";
 /// Where maps and hashes lie.
@@ -212,12 +215,24 @@ impl Store {
     }
 
     /// Deletes an object, with one try: nothing is under way any more when this has returned, as far as
-    /// the store keeps to its time.
+    /// the store keeps to its time. Returns true if the store has checked that the object still was what
+    /// `version` says, false if it cannot.
     ///
     /// # Errors
     /// What the store answers.
-    pub fn delete_once(&self, key: &str, until: Until<'_>) -> Result<()> {
-        self.objects.delete(key, until).map_err(|fault| Error::of(key, fault))
+    pub fn delete_once(
+        &self,
+        key: &str,
+        version: Option<&Version>,
+        until: Until<'_>,
+    ) -> crate::objects::Result<bool> {
+        if let Some(version) = version {
+            match self.objects.delete_unchanged(key, version, until) {
+                Err(Fault::Unsupported(_)) => {}
+                deleted => return deleted.map(|()| true),
+            }
+        }
+        self.objects.delete(key, until).map(|()| false)
     }
 
     /// Lists objects. `each` is told each, or with true and none that a try failed and it begins again; it
@@ -236,6 +251,42 @@ impl Store {
             self.objects.list(prefix, &mut |listed| each(false, Some(listed)), until.at_most(LIST_MAX))
         });
         listed.map_err(|fault| Error::of(prefix, fault))
+    }
+
+    /// Lists objects for decisions about deletion: their keys, and when each was written. A listing may omit
+    /// an object that is replaced meanwhile, so listings are joined until one adds no key. Each ends after
+    /// `most` objects.
+    ///
+    /// # Errors
+    /// What the store answers.
+    pub fn list_all(
+        &self,
+        prefix: &str,
+        most: usize,
+        until: Until<'_>,
+    ) -> Result<BTreeMap<String, SystemTime>> {
+        let mut all = BTreeMap::new();
+        for _ in 0..LISTINGS_MAX {
+            let mut now = BTreeMap::new();
+            self.list(prefix, until, &mut |is_again, listed| {
+                if is_again {
+                    now.clear();
+                }
+                now.extend(listed.map(|listed| (listed.key, listed.modified)));
+                now.len() < most
+            })?;
+            let before = all.len();
+            all.extend(now);
+            if all.len() == before {
+                break;
+            }
+        }
+        Ok(all)
+    }
+
+    /// Reads the clock that measures times between requests, which also counts while this host sleeps.
+    pub fn uptime(&self) -> Duration {
+        self.objects.uptime()
     }
 
     /// What time it is by the clock that stamps the objects.

@@ -74,19 +74,12 @@ impl Store {
     /// # Errors
     /// What the store answers.
     pub fn tag_names(&self, until: Until<'_>) -> Result<Vec<String>> {
-        let mut names = Vec::new();
-        self.list(TAGS, until, &mut |is_again, listed| {
-            if is_again {
-                names.clear();
-            }
-            let name = listed.as_ref().and_then(|listed| listed.key.strip_prefix(TAGS));
-            names.extend(name.filter(|name| tag::is_name(name)).map(str::to_owned));
-            names.len() < TAGS_MAX
-        })?;
+        let listed = self.list_all(TAGS, TAGS_MAX, until)?;
+        let names = listed.keys().filter_map(|key| key.strip_prefix(TAGS));
+        let names: Vec<String> = names.filter(|name| tag::is_name(name)).map(str::to_owned).collect();
         if names.len() >= TAGS_MAX {
             return Err(Error::Local(format!("{}: has more than {TAGS_MAX} tags", self.url())));
         }
-        names.sort_unstable();
         Ok(names)
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::rt::sync::Arc;
 use crate::rt::sync::atomic::{AtomicU64, Ordering};
+use crate::rt::time::Duration;
 use std::ops::Range;
 
 use crate::objects::{Fault, Head, Listed, Objects, Read, Result, Until, Version, When};
@@ -107,5 +108,18 @@ impl Objects for Counted {
     fn delete(&self, key: &str, until: Until<'_>) -> Result<()> {
         Traffic::add(&self.traffic.deletes, 1);
         self.traffic.ended(self.inner.delete(key, until))
+    }
+
+    fn delete_unchanged(&self, key: &str, version: &Version, until: Until<'_>) -> Result<()> {
+        let outcome = self.inner.delete_unchanged(key, version, until);
+        if matches!(outcome, Err(Fault::Unsupported(_))) {
+            return outcome;
+        }
+        Traffic::add(&self.traffic.deletes, 1);
+        self.traffic.ended(outcome)
+    }
+
+    fn uptime(&self) -> Duration {
+        self.inner.uptime()
     }
 }

@@ -1,11 +1,12 @@
 //! What a prune deletes, and what it leaves.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use freestone_store::format::domain::GRACE;
-use freestone_store::objects::Fault;
+use freestone_store::objects::{Fault, Objects as _, When};
 use freestone_store::prune::{Pruned, prune};
 use freestone_store::push::{Options, Source, push};
 use freestone_store::store::{Error, Store};
@@ -41,10 +42,121 @@ fn what_no_tag_refers_to_goes_when_it_is_old() {
     assert!(gone.deleted > 20 && gone.deleted_bytes > 1 << 20, "{gone:?}");
     assert!(content(&image(&store, None, "v1")) == content(&device));
     assert_eq!(pruned(&store).deleted, 0);
-    // Without any tag all but the description goes.
+}
+
+#[test]
+fn store_without_tags_stops_prune() {
+    let (memory, store) = store();
+    push_plain(&store, &mixed(300, 1), "v1").unwrap();
+    memory.pass(GRACE * 2);
+    let tag = memory.under("tags/");
     store.remove_tag("v1", soon()).unwrap();
+    let all = memory.under("");
+    for dry in [true, false] {
+        let refused = prune(&store, dry, &|_| {}, soon()).unwrap_err();
+        assert_eq!(refused, Error::NoTags("memory:".to_owned()));
+        assert_eq!(memory.under(""), all);
+    }
+    assert_eq!(tag.len(), 1);
+    // With a tag again the rest goes.
+    push_plain(&store, &mixed(300, 2), "v2").unwrap();
+    assert!(pruned(&store).deleted > 3);
+}
+
+#[test]
+fn tag_omitted_by_one_listing_keeps_its_image() {
+    let (memory, store) = store();
+    let device = mixed(300, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    push_plain(&store, &mixed(300, 2), "v2").unwrap();
+    memory.pass(GRACE * 2);
+    for omitted in [0, 1] {
+        let listings = AtomicU64::new(0);
+        memory.rule(move |call| {
+            let is_tags = call.method == Method::List && call.key == "tags/";
+            if is_tags && listings.fetch_add(1, Ordering::SeqCst) == omitted {
+                return Effect::Omit("tags/v1");
+            }
+            Effect::Pass
+        });
+        assert_eq!(store.tag_names(soon()).unwrap(), ["v1", "v2"]);
+        assert_eq!(pruned(&store).deleted, 0);
+    }
+    assert!(content(&image(&store, None, "v1")) == content(&device));
+}
+
+#[test]
+fn prune_after_sleep_looks_again_before_deletion() {
+    for is_plain in [false, true] {
+        let (memory, store) = store();
+        if is_plain {
+            memory.delete_always();
+        }
+        push_plain(&store, &mixed(1000, 1), "v1").unwrap();
+        push_plain(&store, &mixed(300, 2), "v2").unwrap();
+        store.remove_tag("v1", soon()).unwrap();
+        memory.pass(GRACE * 2);
+        // The host sleeps after the first look at each chunk, long enough for a push to write it again.
+        let (asleep, slept) = (Arc::clone(&memory), std::sync::Mutex::new(BTreeSet::new()));
+        let looks = Arc::new(AtomicU64::new(0));
+        let (deleted, looked) = (Arc::new(AtomicU64::new(0)), Arc::clone(&looks));
+        let deletions = Arc::clone(&deleted);
+        memory.rule(move |call| {
+            if call.key.starts_with("chunks/") {
+                match call.method {
+                    Method::Head if slept.lock().unwrap().insert(call.key.to_owned()) => {
+                        asleep.pass(Duration::from_secs(3600));
+                    }
+                    Method::Head => drop(looked.fetch_add(1, Ordering::SeqCst)),
+                    Method::Delete => drop(deletions.fetch_add(1, Ordering::SeqCst)),
+                    _ => {}
+                }
+            }
+            Effect::Pass
+        });
+        assert!(pruned(&store).deleted > 8);
+        assert_eq!(looks.load(Ordering::SeqCst), deleted.load(Ordering::SeqCst));
+    }
+}
+
+#[test]
+fn sleep_during_deletion_is_reported() {
+    let (memory, store) = store();
+    push_plain(&store, &mixed(1000, 1), "v1").unwrap();
+    push_plain(&store, &mixed(300, 2), "v2").unwrap();
+    store.remove_tag("v1", soon()).unwrap();
+    memory.pass(GRACE * 2);
+    memory.delete_always();
+    let asleep = Arc::clone(&memory);
+    memory.rule(move |call| {
+        if call.method == Method::Delete && call.key.starts_with("chunks/") {
+            asleep.pass(Duration::from_secs(60));
+        }
+        Effect::Pass
+    });
+    let failed = prune(&store, false, &|_| {}, soon()).unwrap_err();
+    assert!(matches!(failed, Error::DeletedLate(_)), "{failed}");
+}
+
+#[test]
+fn deletion_leaves_object_written_since_look() {
+    let (memory, store) = store();
+    push_plain(&store, &mixed(1000, 1), "v1").unwrap();
+    push_plain(&store, &mixed(300, 2), "v2").unwrap();
+    store.remove_tag("v1", soon()).unwrap();
+    memory.pass(GRACE * 2);
+    let chunks = memory.under("chunks/");
+    // Each chunk is written again, as it is, between the last look at it and its deletion.
+    let other = memory.beside();
+    memory.rule(move |call| {
+        if call.method == Method::Delete && call.key.starts_with("chunks/") {
+            let bytes = other.get(call.key, None, 1 << 20, soon()).unwrap().bytes;
+            other.put(call.key, &bytes, When::Always, soon()).unwrap();
+        }
+        Effect::Pass
+    });
     pruned(&store);
-    assert_eq!(memory.under("").into_keys().collect::<Vec<_>>(), ["freestone.json"]);
+    assert_eq!(memory.under("chunks/"), chunks);
 }
 
 #[test]
@@ -52,6 +164,7 @@ fn what_is_young_stays_and_so_does_what_a_young_image_refers_to() {
     let (memory, store) = store();
     let device = mixed(2000, 1);
     push_plain(&store, &device, "v1").unwrap();
+    push_plain(&store, &mixed(300, 2), "v2").unwrap();
     memory.pass(GRACE * 2);
     change(&device, 20, 2);
     push_plain(&store, &device, "v1").unwrap();
@@ -59,7 +172,7 @@ fn what_is_young_stays_and_so_does_what_a_young_image_refers_to() {
     let all = memory.under("");
     let report = pruned(&store);
     // The first manifest is old; all it refers to belongs to the second, too.
-    assert_eq!((report.images, report.deleted), (1, 1));
+    assert_eq!((report.images, report.deleted), (2, 1));
     assert_eq!(memory.under("").len(), all.len() - 1);
 }
 
@@ -68,6 +181,7 @@ fn a_push_beside_a_prune_loses_nothing() {
     let (memory, store) = store();
     let device = mixed(3000, 1);
     push_plain(&store, &device, "v1").unwrap();
+    push_plain(&store, &mixed(300, 2), "v2").unwrap();
     store.remove_tag("v1", soon()).unwrap();
     // So old that a push writes again what it finds, and not so old that a prune deletes it.
     memory.pass(GRACE * 2 / 3);
@@ -95,12 +209,14 @@ fn what_is_written_again_while_it_is_to_be_deleted_stays() {
     let (memory, store) = store();
     let device = mixed(1000, 1);
     push_plain(&store, &device, "v1").unwrap();
+    let kept = memory.under("chunks/");
+    push_plain(&store, &mixed(300, 2), "v2").unwrap();
     store.remove_tag("v1", soon()).unwrap();
     memory.pass(GRACE * 2);
     // The prune has listed it, and then a push writes it.
     let again = Arc::new(AtomicBool::new(false));
     let (inner, flag) = (Arc::clone(&memory), Arc::clone(&again));
-    let keys = memory.under("chunks/");
+    let keys = kept.clone();
     let bytes: Vec<(String, Vec<u8>)> = keys
         .into_keys()
         .map(|key| {
@@ -126,8 +242,9 @@ fn what_is_written_again_while_it_is_to_be_deleted_stays() {
     });
     let report = pruned(&store);
     assert!(again.load(Ordering::SeqCst));
-    assert_eq!(memory.under("chunks/").len(), 8);
-    assert!(report.deleted > 0 && memory.under("manifests/").is_empty());
+    let left = memory.under("chunks/");
+    assert!(kept.keys().all(|key| left.contains_key(key)));
+    assert!(report.deleted > 0 && memory.under("manifests/").len() == 1);
 }
 
 #[test]
@@ -163,15 +280,17 @@ fn nothing_is_deleted_where_something_cannot_be_read() {
 #[test]
 fn a_push_that_takes_too_long_gives_up() {
     let memory = Arc::new(freestone_testkit::objects::Memory::default());
-    let begin = freestone_store::store::Begin { grace: Duration::from_secs(1), ..BEGIN };
-    let (store, _) = Store::open_or_begin(Arc::clone(&memory) as _, None, begin, soon()).unwrap();
-    memory.rule(|call| match call.method {
-        Method::Put if call.key.starts_with("chunks/") => Effect::Late(Duration::from_millis(120)),
-        _ => Effect::Pass,
+    let (store, _) = Store::open_or_begin(Arc::clone(&memory) as _, None, BEGIN, soon()).unwrap();
+    let slow = Arc::clone(&memory);
+    memory.rule(move |call| {
+        if call.method == Method::Put && call.key.starts_with("chunks/") {
+            slow.pass(GRACE / 16);
+        }
+        Effect::Pass
     });
     let device = mixed(3000, 1);
     let source = Source { device: &device, label: "test", over: None };
     let outcome = push(&store, source, Options { threads: 1, ..options("v1") }, &|_, _| {}, soon());
-    assert_eq!(outcome, Err(Error::TooSlow(Duration::from_secs(1))));
+    assert_eq!(outcome, Err(Error::TooSlow(GRACE)));
     assert_eq!(store.tag("v1", soon()), Ok(None));
 }

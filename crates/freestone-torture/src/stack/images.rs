@@ -267,7 +267,9 @@ impl World {
             let after = look(&calm, tag);
             finish(move |world| {
                 world.count("pushes");
-                if let Some(Err(error)) = &ended_prune {
+                if let Some(Err(error)) = &ended_prune
+                    && !world.is_without_tags(error)
+                {
                     return wrong(format!("a prune beside a push: {error}"));
                 }
                 let ended = ended.into_iter().map(|one| one.map_err(|_| "a push panicked".into()));
@@ -305,12 +307,19 @@ impl World {
                 world.count("prunes");
                 if let Err(error) = pruned
                     && !may_fail
+                    && !world.is_without_tags(&error)
                 {
                     return wrong(format!("a prune: {error}"));
                 }
                 shown.into_iter().try_for_each(|(tag, after)| world.is_as_it_was(tag, after?))
             })
         })
+    }
+
+    /// A prune refuses to work where there is no tag.
+    fn is_without_tags(&self, error: &store::Error) -> bool {
+        let has_tags = self.images.as_ref().is_some_and(|images| !images.tags.is_empty());
+        matches!(error, store::Error::NoTags(_)) && !has_tags
     }
 
     /// Each tag has its image, when nothing is wrong any more.

@@ -365,6 +365,9 @@ fn what_no_tag_refers_to_is_pruned_and_not_before_its_time() {
         assert_eq!((code, err.as_str()), (0, ""));
         serde_json::from_str(&out).unwrap()
     };
+    let no_tag = "there is no tag, so nothing was deleted. If tags/ is missing, restore it.";
+    assert!(refused(dir.path(), 1, &["prune", &bucket.url()]).contains(no_tag));
+    push(with_disk(4).path(), source, &bucket.tag("b"));
     assert_eq!(prune(&[])["deleted"], 0);
     // Two days pass.
     let old = std::time::SystemTime::now() - std::time::Duration::from_secs(2 * 86_400);
@@ -374,7 +377,9 @@ fn what_no_tag_refers_to_is_pruned_and_not_before_its_time() {
     let would = prune(&["--dry-run"]);
     assert_eq!((&would["deleted"], &would["dry_run"]), (&7.into(), &true.into()), "{would}");
     assert_eq!(prune(&[])["deleted"], 7);
-    assert!(bucket.files("chunks").is_empty() && bucket.files("manifests").is_empty());
+    assert_eq!(bucket.files("manifests").len(), 1);
+    let listed = finish(freestone(dir.path()).args(["images", &bucket.url()])).1;
+    assert!(listed.contains("\nb "), "{listed}");
 }
 
 #[test]
