@@ -59,6 +59,24 @@ pub fn fault(error: &Error, asked: Asked, place: &str) -> Fault {
     }
 }
 
+/// The answer of a store that refuses a condition.
+#[derive(Debug)]
+pub struct Refusal {
+    pub said: String,
+    /// Another operation was under way; the condition may hold.
+    pub is_conflict: bool,
+}
+
+/// Returns the answer to a write that failed with [`Fault::Condition`].
+pub fn refusal(error: &Error) -> Refusal {
+    match wire(error) {
+        Some(Wire::Refused { host, status, code, .. }) => {
+            Refusal { said: said(host, *status, code), is_conflict: *status == 409 }
+        }
+        _ => Refusal { said: plain(&innermost(error)), is_conflict: false },
+    }
+}
+
 fn said(host: &str, status: u16, code: &str) -> String {
     plain(format!("{host} answers {status} {code}").trim_end())
 }

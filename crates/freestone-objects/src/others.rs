@@ -1,6 +1,7 @@
 //! Google Cloud Storage, Azure, and files of a web server.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::gcp::GoogleCloudStorageBuilder;
@@ -50,6 +51,7 @@ pub fn open_google(rest: &str, options: &Options) -> Result<Remote, OpenError> {
         store: store.clone(),
         pages: Some(store),
         hedge: options.hedge,
+        takes_bare_tags: AtomicBool::new(false),
     })
 }
 
@@ -84,6 +86,7 @@ pub fn open_azure(rest: &str, options: &Options) -> Result<Remote, OpenError> {
         store: store.clone(),
         pages: Some(store),
         hedge: options.hedge,
+        takes_bare_tags: AtomicBool::new(false),
     })
 }
 
@@ -107,5 +110,6 @@ pub fn open_http(url: &str, options: &Options) -> Result<Remote, OpenError> {
         store: Arc::new(store.build().map_err(|e| setup(&e))?),
         pages: None,
         hedge: options.hedge,
+        takes_bare_tags: AtomicBool::new(false),
     })
 }

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use freestone_store::objects::{
@@ -17,7 +18,7 @@ use object_store::{
     PutPayload, UpdateVersion,
 };
 
-use crate::fault::{Asked, Condition, fault, is_behind_the_end};
+use crate::fault::{Asked, Condition, Refusal, fault, is_behind_the_end, refusal};
 use crate::runtime::call;
 use crate::text::plain;
 use crate::wire::IsObject;
@@ -28,7 +29,7 @@ const RESERVED_BYTES_MAX: u64 = 64 << 20;
 /// How a store names versions of an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dialect {
-    /// By entity tags, which are sent without quotes: Ceph takes no others, and all take these.
+    /// By entity tags. Most stores take them with quotes, as HTTP has it, Ceph 16 only without.
     S3,
     /// By generations.
     Google,
@@ -36,6 +37,13 @@ pub enum Dialect {
     Azure,
     /// By entity tags, if at all; nothing is written.
     Http,
+}
+
+/// How an entity tag is sent in a condition.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum TagForm {
+    Quoted,
+    Bare,
 }
 
 /// A store of objects over the network.
@@ -50,6 +58,8 @@ pub struct Remote {
     /// Where the store can list.
     pub pages: Option<Arc<dyn PaginatedListStore>>,
     pub hedge: Option<Duration>,
+    /// The store takes entity tags without quotes alone, as a write has shown.
+    pub takes_bare_tags: AtomicBool,
 }
 
 impl Remote {
@@ -69,6 +79,70 @@ impl Remote {
     }
 }
 
+impl Remote {
+    /// Returns the forms of a condition in the order in which they are tried.
+    fn tag_forms(&self, when: When<'_>) -> [TagForm; 2] {
+        match when {
+            // Relaxed: a hint, which orders nothing.
+            When::Unchanged(_) if self.dialect == Dialect::S3 => {
+                if self.takes_bare_tags.load(Ordering::Relaxed) {
+                    [TagForm::Bare, TagForm::Quoted]
+                } else {
+                    [TagForm::Quoted, TagForm::Bare]
+                }
+            }
+            // A second try tells a store that refuses the condition from one in which the object just changed.
+            _ => [TagForm::Quoted; 2],
+        }
+    }
+
+    /// Writes an object, or returns why its condition was refused.
+    fn put_once(
+        &self,
+        path: &Path,
+        bytes: &[u8],
+        when: When<'_>,
+        form: TagForm,
+        until: Until<'_>,
+    ) -> Result<std::result::Result<Option<Version>, Refusal>> {
+        let (store, path, dialect, place) =
+            (self.store.clone(), path.clone(), self.dialect, self.place.clone());
+        let options = PutOptions { mode: dialect.mode(when, form)?, ..PutOptions::default() };
+        let asked = Asked::Put(Condition::from(when));
+        let payload = PutPayload::from(bytes.to_vec());
+        call(until, async move {
+            match store.put_opts(&path, payload, options).await {
+                Ok(put) => Ok(Ok(dialect.version(put.e_tag.as_deref(), put.version.as_deref()))),
+                Err(e) => match fault(&e, asked, &place) {
+                    Fault::Condition => Ok(Err(refusal(&e))),
+                    fault => Err(fault),
+                },
+            }
+        })
+    }
+
+    /// Returns the version of an object after a write whose answer has none: some errors look like that.
+    fn written(&self, key: &str, bytes: &[u8], until: Until<'_>) -> Result<Option<Version>> {
+        match self.head(key, until) {
+            Ok(head) if head.bytes == bytes.len() as u64 => Ok(head.version),
+            Ok(_) | Err(Fault::NotFound) => {
+                Err(Fault::Transient(format!("{}: an object that was written is not there", self.place)))
+            }
+            Err(fault) => Err(fault),
+        }
+    }
+
+    /// Returns true if the object is as the condition of a write wants it.
+    fn holds(&self, key: &str, when: When<'_>, until: Until<'_>) -> Result<bool> {
+        match (when, self.head(key, until)) {
+            (When::Unchanged(_), Err(Fault::NotFound)) | (When::Absent, Ok(_)) => Ok(false),
+            (_, Err(Fault::NotFound)) | (When::Always, Ok(_)) => Ok(true),
+            (_, Err(fault)) => Err(fault),
+            (When::Unchanged(version), Ok(head)) => Ok(head.version.as_ref() == Some(version)),
+        }
+    }
+}
+
 impl Dialect {
     fn version(self, e_tag: Option<&str>, version: Option<&str>) -> Option<Version> {
         let version = if self == Self::Google { version } else { e_tag }?;
@@ -77,7 +151,7 @@ impl Dialect {
         (!bare.is_empty()).then(|| Version(format!("{weak}{bare}")))
     }
 
-    fn mode(self, when: When<'_>) -> Result<PutMode> {
+    fn mode(self, when: When<'_>, form: TagForm) -> Result<PutMode> {
         let version = match when {
             When::Always => return Ok(PutMode::Overwrite),
             When::Absent => return Ok(PutMode::Create),
@@ -86,10 +160,13 @@ impl Dialect {
         if version.is_empty() || !version.bytes().all(|b| b.is_ascii_graphic()) {
             return Err(Fault::Other("no store gave an object that version".to_owned()));
         }
-        Ok(PutMode::Update(match self {
-            Self::S3 | Self::Http => UpdateVersion { e_tag: Some(version), version: None },
-            Self::Azure => UpdateVersion { e_tag: Some(format!("\"{version}\"")), version: None },
-            Self::Google => UpdateVersion { e_tag: None, version: Some(version) },
+        Ok(PutMode::Update(match (self, form) {
+            (Self::Google, _) => UpdateVersion { e_tag: None, version: Some(version) },
+            (_, TagForm::Bare) => UpdateVersion { e_tag: Some(version), version: None },
+            (_, TagForm::Quoted) => {
+                let (weak, tag) = version.strip_prefix("W/").map_or(("", &*version), |tag| ("W/", tag));
+                UpdateVersion { e_tag: Some(format!("{weak}\"{tag}\"")), version: None }
+            }
         }))
     }
 
@@ -173,17 +250,29 @@ impl Objects for Remote {
 
     fn put(&self, key: &str, bytes: &[u8], when: When<'_>, until: Until<'_>) -> Result<Option<Version>> {
         self.check_writes()?;
-        let (store, path, dialect, place) =
-            (self.store.clone(), self.path(key)?, self.dialect, self.place.clone());
-        let options = PutOptions { mode: dialect.mode(when)?, ..PutOptions::default() };
-        let asked = Asked::Put(Condition::from(when));
-        let payload = PutPayload::from(bytes.to_vec());
-        call(until, async move {
-            match store.put_opts(&path, payload, options).await {
-                Ok(put) => Ok(dialect.version(put.e_tag.as_deref(), put.version.as_deref())),
-                Err(e) => Err(fault(&e, asked, &place)),
+        let path = self.path(key)?;
+        let mut said = String::new();
+        for form in self.tag_forms(when) {
+            let refusal = match self.put_once(&path, bytes, when, form, until)? {
+                Ok(None) if self.dialect == Dialect::S3 => return self.written(key, bytes, until),
+                Ok(version) => {
+                    if matches!(when, When::Unchanged(_)) {
+                        self.takes_bare_tags.store(form == TagForm::Bare, Ordering::Relaxed);
+                    }
+                    return Ok(version);
+                }
+                Err(refusal) => refusal,
+            };
+            // Stores also refuse a condition for its form, or because of another operation: the object tells.
+            if !self.holds(key, when, until)? {
+                return Err(Fault::Condition);
             }
-        })
+            if refusal.is_conflict {
+                return Err(Fault::Transient(refusal.said));
+            }
+            said = refusal.said;
+        }
+        Err(Fault::Unsupported(format!("{said} to a write whose condition holds")))
     }
 
     fn head(&self, key: &str, until: Until<'_>) -> Result<Head> {
@@ -252,14 +341,17 @@ mod tests {
         assert_eq!(version("W/\"abc\"").as_deref(), Some("W/abc"));
         assert_eq!(version("\"\""), None);
         let abc = Version("abc".to_owned());
-        let sent = |dialect: Dialect| match dialect.mode(When::Unchanged(&abc)).unwrap() {
-            PutMode::Update(update) => (update.e_tag, update.version),
-            other => panic!("{other:?}"),
-        };
-        assert_eq!(sent(Dialect::S3), (Some("abc".to_owned()), None));
-        assert_eq!(sent(Dialect::Azure), (Some("\"abc\"".to_owned()), None));
-        assert_eq!(sent(Dialect::Google), (None, Some("abc".to_owned())));
+        let sent =
+            |dialect: Dialect, form, version| match dialect.mode(When::Unchanged(version), form).unwrap() {
+                PutMode::Update(update) => (update.e_tag, update.version),
+                other => panic!("{other:?}"),
+            };
+        assert_eq!(sent(Dialect::S3, TagForm::Bare, &abc), (Some("abc".to_owned()), None));
+        assert_eq!(sent(Dialect::S3, TagForm::Quoted, &abc), (Some("\"abc\"".to_owned()), None));
+        assert_eq!(sent(Dialect::Google, TagForm::Quoted, &abc), (None, Some("abc".to_owned())));
+        let weak = Version("W/abc".to_owned());
+        assert_eq!(sent(Dialect::Azure, TagForm::Quoted, &weak), (Some("W/\"abc\"".to_owned()), None));
         let bad = Version("a\r\nb".to_owned());
-        Dialect::S3.mode(When::Unchanged(&bad)).unwrap_err();
+        Dialect::S3.mode(When::Unchanged(&bad), TagForm::Quoted).unwrap_err();
     }
 }

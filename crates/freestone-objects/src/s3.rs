@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use object_store::StaticCredentialProvider;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, S3ConditionalPut};
@@ -83,6 +84,7 @@ pub fn open(rest: &str, options: &Options, env: Env<'_>) -> Result<Remote, OpenE
         store: store.clone(),
         pages: Some(store),
         hedge: options.hedge,
+        takes_bare_tags: AtomicBool::new(false),
     })
 }
 

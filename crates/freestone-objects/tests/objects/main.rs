@@ -2,6 +2,7 @@
 
 mod calls;
 mod dependencies;
+mod quirks;
 mod secrets;
 mod time;
 mod tls;
@@ -15,7 +16,7 @@ use std::time::Duration;
 
 use freestone_objects::{Options, open};
 use freestone_store::objects::{Objects, Until};
-use freestone_testkit::s3::Server;
+use freestone_testkit::s3::{Conditions, Server};
 use tempfile::TempDir;
 
 const KEY: &str = "AKTESTKEY";
@@ -37,7 +38,7 @@ impl Store {
     fn with(change: impl Fn(&mut Options)) -> Self {
         let server = Server::start(&["disks"]);
         server.require_key(Some(KEY));
-        server.set_quoted_etags_never_match(true);
+        server.set_conditions(Conditions::Bare);
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("credentials");
         let text = format!(

@@ -176,9 +176,11 @@ fn what_is_no_http_is_a_fault() {
 
 #[test]
 fn a_write_is_written_though_the_store_does_not_say_as_what() {
-    let store =
-        with(Trouble::Raw(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".to_vec()));
-    assert_eq!(store.objects.put("bad", b"1", When::Always, soon()), Ok(None));
+    let store = Store::new();
+    let answer = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n";
+    store.server.trouble(|asked| asked.method == "PUT", Trouble::Raw(answer.to_vec()));
+    let version = store.objects.put("bad", b"1", When::Always, soon()).unwrap();
+    assert_eq!(version, store.objects.head("bad", soon()).unwrap().version);
     assert_eq!(store.server.object("disks", "a/b/bad").as_deref(), Some(&b"1"[..]));
 }
 

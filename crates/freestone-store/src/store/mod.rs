@@ -2,6 +2,7 @@
 //! that can help.
 
 mod again;
+mod conditions;
 mod error;
 mod tags;
 mod traces;
@@ -104,7 +105,8 @@ impl Store {
         Name(*blake3::hash(&[b"freestone.json of ", url.as_bytes()].concat()).as_bytes())
     }
 
-    /// Opens one, or begins it; and whether it was begun.
+    /// Opens one, or begins it; and whether it was begun. A store that does not keep to conditions of writes
+    /// is not begun.
     ///
     /// # Errors
     /// [`Error::Refused`], and what the store answers.
@@ -123,6 +125,7 @@ impl Store {
                 }
                 return Ok((store, is_new));
             }
+            conditions::check(&*objects, until)?;
             let (_, written) = Domain::new(secret, begin.encrypted, begin.grace);
             let put = || objects.put(domain::KEY, &written.bytes(), When::Absent, until.at_most(TRY_MAX));
             match again(until, put) {

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use super::buckets::Object;
 use super::http::Request;
 use super::kept::Kept;
-use super::{http_date, xml_date};
+use super::{Conditions, http_date, xml_date};
 
 /// An answer, before it is written.
 #[derive(Debug, Default)]
@@ -104,15 +104,27 @@ fn get(request: &Request, object: &Object, odd: Odd) -> Answer {
 fn put(kept: &Kept, request: &Request, bucket: &str, key: &str) -> Answer {
     let quota = *kept.quota.lock().unwrap();
     let now = kept.now();
+    let conditions = *kept.conditions.lock().unwrap();
+    let header = |name| request.header(name).filter(|_| conditions != Conditions::Ignored);
+    let if_match = header("if-match").filter(|_| conditions != Conditions::IfMatchIgnored);
+    let if_none_match = header("if-none-match");
+    if conditions == Conditions::Unknown && (if_match.is_some() || if_none_match.is_some()) {
+        return Answer::error(501, "NotImplemented");
+    }
     // Held over the condition and the write: of two writers one comes first.
     let mut buckets = kept.buckets.lock().unwrap();
     let there = buckets.get(bucket, key);
-    let holds = match (request.header("if-none-match"), request.header("if-match")) {
+    let holds = match (if_none_match, if_match) {
         (Some("*"), _) => there.is_none(),
         (_, Some("*")) => there.is_some(),
         (_, Some(tag)) => {
             let bare = tag.strip_prefix('"').and_then(|tag| tag.strip_suffix('"'));
-            let is_refused = bare.is_some() && kept.quoted_etags_never_match.load(SeqCst);
+            let is_refused = match conditions {
+                Conditions::Quoted => bare.is_none(),
+                Conditions::Bare => bare.is_some(),
+                Conditions::NeverMatch => true,
+                _ => false,
+            };
             !is_refused && there.is_some_and(|object| object.tag == bare.unwrap_or(tag))
         }
         _ => true,

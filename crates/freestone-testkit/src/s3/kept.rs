@@ -1,9 +1,10 @@
 //! What a server has, and how it was set up.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::atomic::AtomicUsize;
 use std::time::SystemTime;
 
+use super::Conditions;
 use super::buckets::Buckets;
 
 /// Keys of a page, as S3 has it.
@@ -17,7 +18,7 @@ pub struct Kept {
     pub time: Mutex<Option<SystemTime>>,
     pub access_key: Mutex<Option<String>>,
     pub quota: Mutex<Option<u64>>,
-    pub quoted_etags_never_match: AtomicBool,
+    pub conditions: Mutex<Conditions>,
     pub page: AtomicUsize,
 }
 
@@ -28,7 +29,7 @@ impl Default for Kept {
             time: Mutex::default(),
             access_key: Mutex::default(),
             quota: Mutex::default(),
-            quoted_etags_never_match: AtomicBool::new(false),
+            conditions: Mutex::new(Conditions::Any),
             page: AtomicUsize::new(PAGE_KEYS),
         }
     }

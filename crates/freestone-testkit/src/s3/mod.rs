@@ -22,6 +22,25 @@ use server::Shared;
 
 pub use trouble::{Asked, Trouble};
 
+/// How a server takes the conditions of a PUT.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Conditions {
+    /// The tag of an `If-Match` has quotes or not.
+    Any,
+    /// A tag without quotes holds for nothing, as HTTP has it.
+    Quoted,
+    /// A tag with quotes holds for nothing, as in Ceph 16.
+    Bare,
+    /// Conditions are ignored.
+    Ignored,
+    /// An `If-Match` is ignored.
+    IfMatchIgnored,
+    /// An `If-Match` holds for nothing.
+    NeverMatch,
+    /// A PUT with a condition is answered with 501 `NotImplemented`.
+    Unknown,
+}
+
 /// What was asked of a server, and how much went through it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Traffic {
@@ -104,9 +123,9 @@ impl Server {
         *self.shared.kept.access_key.lock().unwrap() = key.map(str::to_owned);
     }
 
-    /// An `If-Match` with quotes holds for nothing, as in Ceph 16.
-    pub fn set_quoted_etags_never_match(&self, never: bool) {
-        self.shared.kept.quoted_etags_never_match.store(never, SeqCst);
+    /// Sets how conditions of writes are taken from now on.
+    pub fn set_conditions(&self, conditions: Conditions) {
+        *self.shared.kept.conditions.lock().unwrap() = conditions;
     }
 
     /// How many keys a page of a list has at most.

@@ -1,0 +1,49 @@
+//! Whether a store keeps to the conditions of writes, found out before images are put into it.
+
+use super::{CLOCKS, Error, Result, TRY_MAX, again};
+use crate::objects::{Fault, Objects, Until, Version, When};
+
+/// Writes an object with conditions that hold and some that do not, and deletes it.
+///
+/// # Errors
+/// [`Fault::Unsupported`] if the store ignores or refuses conditions, and what the store answers.
+pub fn check(objects: &dyn Objects, until: Until<'_>) -> Result<()> {
+    let unsupported = |why: &str| {
+        let why = format!(
+            "{why}; a store of images needs writes with If-None-Match and If-Match, as two pushes to one tag \
+             would overwrite each other"
+        );
+        Error::of(objects.url(), Fault::Unsupported(why))
+    };
+    let key = format!("{CLOCKS}{}", crate::rt::unique_id());
+    let failed = |fault| match fault {
+        Fault::Unsupported(why) => unsupported(&why),
+        fault => Error::of(&key, fault),
+    };
+    let is_accepted =
+        |bytes: &[u8], when| match again(until, || objects.put(&key, bytes, when, until.at_most(TRY_MAX))) {
+            Ok(_) => Ok(true),
+            Err(Fault::Condition) => Ok(false),
+            Err(fault) => Err(failed(fault)),
+        };
+    let version = || -> Result<Version> {
+        let head = again(until, || objects.head(&key, until.at_most(TRY_MAX))).map_err(failed)?;
+        head.version.ok_or_else(|| unsupported("the store gives objects no ETag"))
+    };
+    // These hold. One that is refused was met by an earlier try, whose answer was lost.
+    is_accepted(b"1", When::Absent)?;
+    let first = version()?;
+    is_accepted(b"2", When::Unchanged(&first))?;
+    let second = version()?;
+    let ignored = if second == first {
+        Some("the store does not change the ETag of an object with its content")
+    } else if is_accepted(b"3", When::Absent)? {
+        Some("the store ignores If-None-Match")
+    } else if is_accepted(b"4", When::Unchanged(&first))? {
+        Some("the store ignores If-Match")
+    } else {
+        None
+    };
+    again(until, || objects.delete(&key, until.at_most(TRY_MAX))).map_err(failed)?;
+    ignored.map_or(Ok(()), |why| Err(unsupported(why)))
+}
