@@ -11,11 +11,10 @@ use crate::rt::sync::PoisonError;
 use crate::rt::sync::atomic::{AtomicU64, Ordering};
 use crate::rt::thread;
 use crate::rt::time::{Duration, SystemTime};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use freestone_core::mutants::{self, Mutant};
 
-use crate::format::manifest::Manifest;
 use crate::format::name::Name;
 use crate::objects::{Fault, Listed, Until};
 use crate::parallel;
@@ -202,44 +201,45 @@ impl Work<'_> {
         // First the young ones: a push that sets its tag between the two looks is found by one of them.
         let manifests = store.list_all(MANIFESTS, usize::MAX, until)?;
         let young = manifests.iter().filter(|(_, modified)| !self.is_old(**modified));
-        let young: BTreeSet<Name> = young.filter_map(|(key, _)| name_of(key)).collect();
-        let mut images = young.clone();
+        let mut images: BTreeSet<Name> = young.filter_map(|(key, _)| name_of(key)).collect();
+        let mut tagged = BTreeSet::new();
         let forgotten = usize::from(mutants::on(Mutant::PruneForgetsTag));
-        let mut has_tags = false;
         for tag in store.tag_names(until)?.into_iter().skip(forgotten) {
             if let Some(read) = store.tag(&tag, until)? {
-                has_tags = true;
-                images.insert(read.tag.manifest);
+                tagged.insert(read.tag.manifest);
             }
         }
-        if !has_tags {
+        if tagged.is_empty() {
             return Err(Error::NoTags(store.url().to_owned()));
         }
-        let mut all: Vec<Manifest> = Vec::new();
+        images.extend(&tagged);
         let mut names: BTreeSet<Name> = BTreeSet::new();
+        // Whether a tag refers to each.
+        let mut maps: BTreeMap<Name, bool> = BTreeMap::new();
         for image in &images {
-            match store.manifest(image, until) {
-                Ok(manifest) => all.push(manifest),
+            let is_tagged = tagged.contains(image);
+            let manifest = match store.manifest(image, until) {
                 // Another prune deleted it; no tag says so.
-                Err(Error::Object { fault: Fault::NotFound, .. }) if young.contains(image) => continue,
-                Err(error) => return Err(error),
-            }
+                Err(error) if !is_tagged && error.is_missing() => continue,
+                manifest => manifest?,
+            };
             names.insert(*image);
-        }
-        let maps: BTreeSet<Name> = all
-            .iter()
-            .flat_map(|manifest| manifest.segments.iter().flat_map(|segment| &segment.maps))
-            .inspect(|map| {
+            for map in manifest.segments.iter().flat_map(|segment| &segment.maps) {
                 names.insert(map.hashes);
-            })
-            .map(|map| map.map)
-            .collect();
-        let maps: Vec<Name> = maps.into_iter().collect();
+                *maps.entry(map.map).or_default() |= is_tagged;
+            }
+        }
+        let maps: Vec<(Name, bool)> = maps.into_iter().collect();
         let shared = Mutex::new(names);
         parallel::for_each(AT_ONCE, maps.len(), |at| {
-            let map = store.map(&maps[at], until)?;
+            let (name, is_tagged) = maps[at];
+            let map = match store.map(&name, until) {
+                // A push that took too long left its manifest, and will set no tag to it.
+                Err(error) if !is_tagged && error.is_missing() => return Ok(()),
+                map => map?,
+            };
             let mut names = shared.lock().unwrap_or_else(PoisonError::into_inner);
-            names.insert(maps[at]);
+            names.insert(name);
             names.extend(map.chunks().iter().map(|chunk| chunk.name));
             Ok::<(), Error>(())
         })?;

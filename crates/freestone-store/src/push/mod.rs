@@ -188,6 +188,10 @@ pub fn push(
     {
         return Ok(pushed(before.tag.manifest, before.tag.generation, false));
     }
+    // A manifest that comes too late may refer to what was deleted.
+    if clock.elapsed() >= time_max {
+        return Err(Error::TooSlow(grace));
+    }
     let now = crate::rt::time_of_day().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let manifest =
         Manifest { format: VERSION, size, pushed: now, source: source.label.to_owned(), parent, segments };

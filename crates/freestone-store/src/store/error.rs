@@ -83,6 +83,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// Returns true if there is no such object.
+    pub fn is_missing(&self) -> bool {
+        matches!(self, Self::Object { fault: Fault::NotFound, .. })
+    }
+
     /// What a store answered for an object.
     pub fn of(key: &str, fault: Fault) -> Self {
         match fault {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use freestone_store::format::domain::GRACE;
-use freestone_store::objects::{Fault, Objects as _, When};
+use freestone_store::objects::{Fault, Objects as _, Until, When};
 use freestone_store::prune::{Pruned, prune};
 use freestone_store::push::{Options, Source, push};
 use freestone_store::store::{Error, Store};
@@ -293,4 +293,46 @@ fn a_push_that_takes_too_long_gives_up() {
     let outcome = push(&store, source, Options { threads: 1, ..options("v1") }, &|_, _| {}, soon());
     assert_eq!(outcome, Err(Error::TooSlow(GRACE)));
     assert_eq!(store.tag("v1", soon()), Ok(None));
+}
+
+#[test]
+fn chunk_too_old_during_its_write_is_checked() {
+    let (memory, store) = store();
+    let device = mixed(100, 1);
+    push_plain(&store, &device, "v1").unwrap();
+    store.remove_tag("v1", soon()).unwrap();
+    memory.pass(GRACE / 288 * 287);
+    // The chunk is not old when the push finds it, but is when it has been written.
+    let slow = Arc::clone(&memory);
+    memory.rule(move |call| {
+        if call.method == Method::Put && call.key.starts_with("chunks/") {
+            slow.pass(Duration::from_secs(600));
+        }
+        // A deletion that was under way then.
+        if call.method == Method::Put && call.key.starts_with("manifests/") {
+            slow.under("chunks/").keys().for_each(|key| slow.tamper(key, |_| false));
+        }
+        Effect::Pass
+    });
+    let is_over = || {
+        memory.pass(Duration::from_secs(1));
+        false
+    };
+    let source = Source { device: &device, label: "test", over: None };
+    let outcome = push(&store, source, options("v1"), &|_, _| {}, Until { is_over: &is_over, ..soon() });
+    assert!(matches!(outcome, Err(Error::Pruned(_))), "{outcome:?}");
+}
+
+#[test]
+fn tag_set_after_sleep_is_reported() {
+    let (memory, store) = store();
+    let asleep = Arc::clone(&memory);
+    memory.rule(move |call| {
+        if call.method == Method::Put && call.key.starts_with("tags/") {
+            asleep.pass(GRACE);
+        }
+        Effect::Pass
+    });
+    let outcome = push_plain(&store, &mixed(100, 1), "v1");
+    assert_eq!(outcome, Err(Error::SetLate("v1".to_owned())));
 }
