@@ -22,6 +22,7 @@ mod http;
 #[doc(hidden)]
 pub mod inputs;
 mod job;
+mod late;
 mod limited;
 mod loops;
 mod metrics;

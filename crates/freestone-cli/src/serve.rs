@@ -32,6 +32,7 @@ use crate::declared::Declared;
 use crate::ending::{self, Closing};
 use crate::handshake::HandshakeArgs;
 use crate::http::HttpServer;
+use crate::late;
 use crate::metrics::{MetricsArgs, MetricsOf, MetricsSite};
 use crate::output;
 use crate::page::{PageArgs, PageSite};
@@ -162,11 +163,13 @@ struct Running {
 }
 
 impl Running {
-    fn start(plan: Plan) -> Result<Self> {
+    fn start(plan: Plan, events: &Events) -> Result<Self> {
         let Plan { devices, addresses, sockets, control, access, tls, limits, ublk, state: asked, .. } = plan;
         let Plan { metrics, page, private, control_read_only, allow, .. } = plan;
         let (control_access, read_only_access) = (access.control.is, access.control_read_only.is);
         let service = Service::new(limits, access, tls);
+        let registry = Arc::downgrade(&service.registry);
+        events.at_signal(move || _ = registry.upgrade().map(|registry| registry.abandon_ahead()));
         service.exports.tls.begin(&service.exports.nbd)?;
         if let Some(control) = &control {
             // First of all, because that tells whether another server is there.
@@ -195,9 +198,14 @@ impl Running {
         let known = known.filter(|topology| topology.devices().next().is_some());
         let is_applied = asked.as_ref().is_some_and(|asked| asked.apply);
         let of_state = known.is_some();
-        let (mut begun, changes) = match known {
-            Some(topology) => (start::of_state(&service, &topology)?, is_applied.then_some(devices)),
-            None => (start::of_words(&service, devices)?, None),
+        let (mut begun, late, changes) = match known {
+            Some(topology) => {
+                // Devices that are to be changed must exist.
+                let until = (!is_applied).then(|| Instant::now() + late::GRACE);
+                let (begun, late) = late::of_state(&service, &topology, until)?;
+                (begun, Some(late), is_applied.then_some(devices))
+            }
+            None => (start::of_words(&service, devices)?, None, None),
         };
         // What may fail comes first: then the state says that its devices go on, and clients see them.
         for address in &addresses {
@@ -232,6 +240,9 @@ impl Running {
             start::show_new(&service, &begun)?;
         }
         running.show(&begun, of_state, changes.zip(asked), &control_access, &read_only_access)?;
+        if let Some(late) = late {
+            late.begin(&service);
+        }
         Ok(running)
     }
 
@@ -270,6 +281,7 @@ impl Running {
     fn begin_end(&mut self) -> impl FnOnce() -> Flushed + Send + 'static + use<> {
         self.is_in_use = false;
         self.service.jobs.end_all();
+        self.service.registry.abandon_ahead();
         for entry in self.service.registry.all() {
             // What is held back keeps devices alive, which flush when they end.
             if let Some(faults) = &entry.layers.faults {
@@ -381,7 +393,7 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
     let client = args.single.then(single::take).transpose()?;
     let plan = Plan::new(args)?;
     let control = plan.control.clone().unwrap_or_default();
-    let mut running = Running::start(plan)?;
+    let mut running = Running::start(plan, &events)?;
     let end = events.sender();
     // It waits for its end, or has done so.
     let _ = running.service.end.set(Box::new(move || _ = end.send(Event::Signal(SIGTERM))));

@@ -109,6 +109,7 @@ fn differences(topology: &Topology, asked: &[Declared], has_file: bool) -> Vec<S
 
 /// Sets up the devices that were asked for.
 pub fn of_words(service: &Service, devices: Vec<Declared>) -> Result<Vec<Begun>, Fault> {
+    let _ahead = service.registry.open_ahead(devices.iter().map(|device| &device.spec));
     let mut begun = Vec::with_capacity(devices.len());
     for device in devices {
         let declared = device.is_of_file();
@@ -130,41 +131,68 @@ pub fn of_words(service: &Service, devices: Vec<Declared>) -> Result<Vec<Begun>,
     Ok(begun.into_iter().map(seen).collect())
 }
 
-/// Makes the devices of a state again, in its order. One that cannot be made holds up no other: it is
-/// logged, and stays in the state.
-pub fn of_state(service: &Service, topology: &Topology) -> Result<Vec<Begun>, Fault> {
-    let mut saved = service.saves.find(topology)?;
-    for device in topology.devices() {
-        for address in device.default_at.iter().filter_map(|text| parse_address(text, None).ok()) {
-            service.exports.defaults.reserve(address, &device.name);
-        }
-    }
-    let (mut begun, mut lost) = (Vec::new(), HashSet::new());
-    for device in topology.devices() {
-        match again(service, topology, device, &mut saved, &lost) {
-            Ok((entry, is_lost)) => {
-                if is_lost {
-                    lost.insert(device.name.clone());
-                }
-                let mut seen = places(device);
-                let withholds = entry.spec.on_lost.unwrap_or_default() == OnLost::Withhold
-                    && !mutants::on(Mutant::LostIsShown);
-                if device.withheld || (is_lost && withholds) {
-                    service.withheld.put(&device.name, mem::take(&mut seen));
-                }
-                if device.declared {
-                    service.declarations.declare(&device.name);
-                }
-                begun.push(Begun { entry, seen });
+/// What devices of a state are made again with.
+pub struct Again {
+    topology: Topology,
+    saved: Restores,
+    /// Devices that are not there, or not as they were.
+    lost: HashSet<String>,
+}
+
+impl Again {
+    /// Looks for the content of devices, and reserves their addresses.
+    pub fn new(service: &Service, topology: Topology) -> Result<Self, Fault> {
+        let saved = service.saves.find(&topology)?;
+        for device in topology.devices() {
+            for address in device.default_at.iter().filter_map(|text| parse_address(text, None).ok()) {
+                service.exports.defaults.reserve(address, &device.name);
             }
-            Err(fault) => {
-                error!("is not there again: {}", fault.message);
-                service.records.miss(&device.name, &fault.message);
+        }
+        Ok(Self { topology, saved, lost: HashSet::new() })
+    }
+}
+
+/// Makes a device of a state again, which nobody sees yet. One that cannot be made holds up no other: it
+/// is logged, and stays in the state.
+pub fn begin(service: &Service, device: &Device, all: &mut Again) -> Option<Begun> {
+    let Again { topology, saved, lost } = all;
+    match again(service, topology, device, saved, lost) {
+        Ok((entry, is_lost)) => {
+            if is_lost {
                 lost.insert(device.name.clone());
             }
+            let mut seen = places(device);
+            let withholds = entry.spec.on_lost.unwrap_or_default() == OnLost::Withhold
+                && !mutants::on(Mutant::LostIsShown);
+            if device.withheld || (is_lost && withholds) {
+                service.withheld.put(&device.name, mem::take(&mut seen));
+            }
+            if device.declared {
+                service.declarations.declare(&device.name);
+            }
+            Some(Begun { entry, seen })
+        }
+        Err(fault) => {
+            error!("is not there again: {}", fault.message);
+            service.records.miss(&device.name, &fault.message);
+            lost.insert(device.name.clone());
+            None
         }
     }
-    Ok(begun)
+}
+
+/// Makes devices that stand on one another, and shows them, while others are served. Those that were
+/// removed or made anew meanwhile stay so.
+pub fn show_late(service: &Arc<Service>, devices: &[Device], all: &mut Again) -> Result<(), Fault> {
+    let is_missing = |device: &&Device| service.records.why_missing(&device.name).is_some();
+    let missing: Vec<_> = devices.iter().filter(is_missing).collect();
+    let mut begun: Vec<_> = missing.into_iter().filter_map(|device| begin(service, device, all)).collect();
+    merge(service, &mut begun);
+    keep(service, &mut begun);
+    for Begun { entry, .. } in &begun {
+        service.records.found(entry.name());
+    }
+    show(service, &begun)
 }
 
 /// Makes a device again. True: what it holds or shows is not what it was when the server before ended.

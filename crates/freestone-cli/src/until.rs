@@ -4,6 +4,7 @@ use std::fs;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, Command, ExitStatus};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -49,6 +50,7 @@ pub enum Event {
 pub struct Events {
     sender: Sender<Event>,
     receiver: Receiver<Event>,
+    at_signal: Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>,
 }
 
 impl Events {
@@ -64,6 +66,8 @@ impl Events {
         }
         let mut signals = Signals::new(wanted).context("cannot take over the signals")?;
         let to = sender.clone();
+        let at_signal = Arc::<OnceLock<Box<dyn Fn() + Send + Sync>>>::default();
+        let act = Arc::clone(&at_signal);
         thread::Builder::new()
             .name("signals".into())
             .spawn(move || {
@@ -83,13 +87,23 @@ impl Events {
                         unused if UNUSED.contains(&unused) => continue,
                         signal => Event::Signal(signal),
                     };
+                    let is_end = matches!(event, Event::Emergency(_) | Event::Signal(SIGINT | SIGTERM));
+                    if let Some(act) = act.get().filter(|_| is_end) {
+                        act();
+                    }
                     if to.send(event).is_err() {
                         return;
                     }
                 }
             })
             .context("cannot start the thread for signals")?;
-        Ok(Self { sender, receiver })
+        Ok(Self { sender, receiver, at_signal })
+    }
+
+    /// Sets what SIGINT and SIGTERM do beside coming out here, on another thread: it waits for nothing.
+    pub fn at_signal(&self, act: impl Fn() + Send + Sync + 'static) {
+        // Once, by the server.
+        let _ = self.at_signal.set(Box::new(act));
     }
 
     /// For events of one's own.

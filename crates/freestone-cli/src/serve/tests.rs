@@ -31,7 +31,7 @@ fn a_panic_leaves_no_socket() {
         private: None,
     };
     let outcome = catch_unwind(AssertUnwindSafe(|| {
-        let _running = Running::start(plan).unwrap();
+        let _running = Running::start(plan, &Events::listen().unwrap()).unwrap();
         assert!(nbd.exists() && control.exists());
         panic!("on purpose");
     }));

@@ -93,11 +93,20 @@ struct RingState {
     queued: VecDeque<usize>,
     /// A thread hands entries to the kernel, and looks for more before it stops.
     handing_over: bool,
-    /// The ring is given up: the thread makes the system calls.
-    refused: bool,
+    mode: Mode,
     stop: bool,
+}
+
+/// What becomes of jobs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Mode {
+    /// The kernel gets their entries.
+    #[default]
+    Ring,
+    /// The ring is given up: the thread makes the system calls.
+    Calls,
     /// The thread has ended: nobody will answer jobs any more.
-    dead: bool,
+    Dead,
 }
 
 impl Ring {
@@ -136,13 +145,13 @@ impl Ring {
             return shared.finish(job, outcome);
         }
         let mut state = shared.lock();
-        if state.dead {
+        if state.mode == Mode::Dead {
             // Answers `Gone`, outside of the lock.
             drop(state);
             return drop(job);
         }
         state.schedule.arrive(job);
-        if state.refused {
+        if state.mode == Mode::Calls {
             drop(state);
             return shared.wake_reaper();
         }
@@ -186,7 +195,7 @@ impl Submission for RingShared {
 
     fn is_empty(&self, state: &mut RingState) -> bool {
         // Nobody hands over what is left in a ring that was given up.
-        if state.refused {
+        if state.mode == Mode::Calls {
             return true;
         }
         // SAFETY: the state is ours.
@@ -247,7 +256,7 @@ impl RingShared {
     /// Queues what nothing is in the way of, as far as the kernel may have it.
     fn start_ready(&self, state: &mut RingState) {
         while state.in_kernel < DEPTH_JOBS
-            && !state.refused
+            && state.mode == Mode::Ring
             && let Some(id) = state.schedule.next_ready()
         {
             let Some(job) = state.schedule.job(id) else { continue };
@@ -317,7 +326,7 @@ impl RingShared {
         if state.handing_over || self.is_empty(&mut state) {
             return false;
         }
-        state.refused = true;
+        state.mode = Mode::Calls;
         let RingState { schedule, queued, in_kernel, .. } = &mut *state;
         *in_kernel -= queued.len();
         for id in queued.drain(..).rev() {
@@ -361,14 +370,13 @@ impl Worker {
             if ended {
                 return;
             }
-            match entered {
-                Err(error) => self.retry_later(&error),
-                Ok(()) => {
-                    self.failures = 0;
-                    if !self.carry_out_next() {
-                        self.wait();
-                    }
-                }
+            if let Err(error) = entered {
+                self.retry_later(&error);
+                continue;
+            }
+            self.failures = 0;
+            if !self.carry_out_next() {
+                self.wait();
             }
         }
     }
@@ -391,7 +399,7 @@ impl Worker {
     fn carry_out_next(&self) -> bool {
         let shared = &*self.shared;
         let mut state = shared.lock();
-        if !state.refused {
+        if state.mode != Mode::Calls {
             return false;
         }
         let Some(id) = state.schedule.next_ready() else { return false };
@@ -432,7 +440,7 @@ impl Worker {
         let answers = unsafe { shared.ring.completion_shared() };
         self.answers.extend(answers.map(|entry| (entry.user_data() as usize, entry.result())));
         let mut state = shared.lock();
-        let refused = state.refused;
+        let refused = state.mode == Mode::Calls;
         for (id, result) in self.answers.drain(..) {
             let Some(job) = state.schedule.job(id) else { continue };
             match job.advance(&shared.backing, answer(result)) {
@@ -472,7 +480,7 @@ impl Drop for Worker {
     fn drop(&mut self) {
         let mut left = {
             let mut state = self.shared.lock();
-            state.dead = true;
+            state.mode = Mode::Dead;
             mem::take(&mut state.schedule)
         };
         for job in left.drain() {
@@ -617,7 +625,7 @@ mod tests {
         rustix::io::pread(&ring.shared.backing.fd, &mut first, 0).unwrap();
         assert_eq!(first, [10; 4096]);
         let state = ring.shared.lock();
-        assert!(state.refused && state.in_kernel == 0 && state.schedule.is_empty());
+        assert!(state.mode == Mode::Calls && state.in_kernel == 0 && state.schedule.is_empty());
     }
 
     /// As with a filter of system calls that allows the setup alone.

@@ -9,6 +9,7 @@ use freestone::store::store::{Error, Store};
 use freestone::store::url::ImageUrl;
 use serde_json::{Value, json};
 
+use super::ahead::{Opener, opener};
 use super::names::IS_READ_ONLY;
 use super::registry::Registry;
 use super::{Asked, Built, Entry, KindSpec, Made, Spec};
@@ -59,8 +60,25 @@ impl ImageSpec {
 }
 
 impl Asked for ImageSpec {
-    fn build(&self, _: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
         let backing = registry.backing(&self.family)?;
+        let pulled = registry.ahead.open(&spec.name, || self.open())?;
+        let image = Arc::clone(&pulled.image);
+        Ok(Built { backing, ..Built::alone(Stored(pulled), image) })
+    }
+
+    fn opener(&self, _: &Spec) -> Option<Opener> {
+        let asked = self.clone();
+        Some(opener(move || asked.open()))
+    }
+
+    fn family(&self) -> Option<&FamilySpec> {
+        Some(&self.family)
+    }
+}
+
+impl ImageSpec {
+    fn open(&self) -> Result<Pulled, Refusal> {
         let secret = self.store.secret()?;
         let cache = self.store.open_cache()?;
         let objects = self.store.objects(&self.url.store)?;
@@ -84,12 +102,7 @@ impl Asked for ImageSpec {
         let name = self.url.image.map_or_else(|| tagged(&store, &self.url.tag, until), Ok).map_err(failed)?;
         let config = image::Config { timeout: self.store.timeout(), prefetch: self.prefetch };
         let image = Arc::new(Image::open(store, cache, name, config, until).map_err(failed)?);
-        let pulled = Pulled { image: Arc::clone(&image), url: self.url.of(name) };
-        Ok(Built { backing, ..Built::alone(Stored(pulled), image) })
-    }
-
-    fn family(&self) -> Option<&FamilySpec> {
-        Some(&self.family)
+        Ok(Pulled { image, url: self.url.of(name) })
     }
 }
 

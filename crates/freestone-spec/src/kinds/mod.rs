@@ -2,6 +2,7 @@
 //! set up, its attributes, and what else is not the same for all of them. Here is what they have in
 //! common: [`Spec`] is a device as it was asked for, [`Entry`] one that is there.
 
+mod ahead;
 mod build;
 mod counted;
 mod file;
@@ -42,6 +43,8 @@ use freestone::ram::{Family, Ram};
 use freestone_nbd_client::Uri;
 use serde_json::Value;
 
+pub use self::ahead::OpenAhead;
+use self::ahead::Opener;
 pub use self::build::build;
 use self::build::{Built, finished};
 pub use self::file::FileSpec;
@@ -184,6 +187,11 @@ pub trait Asked {
     /// Sets it up, without its layers. What it stands on is looked for in the registry. The error
     /// does not name the device.
     fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal>;
+
+    /// What opens it before its turn, where it is far.
+    fn opener(&self, _: &Spec) -> Option<Opener> {
+        None
+    }
 
     /// What it shares with others: with its own snapshots and their forks, or its forks with one
     /// another.

@@ -11,6 +11,7 @@ use freestone_nbd_client::{
 };
 use serde_json::{Value, json};
 
+use super::ahead::{Opener, opener};
 use super::found::check_size;
 use super::names::IS_READ_ONLY;
 use super::registry::Registry;
@@ -102,20 +103,30 @@ fn parse_timeout(text: &str) -> Result<Duration, String> {
     times::within(text, (MIN_TIMEOUT, MAX_TIMEOUT))
 }
 
-impl Asked for NbdSpec {
-    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
-        let backing = registry.backing(&self.family)?;
+impl NbdSpec {
+    fn open(&self, name: &str) -> impl FnOnce() -> Result<Arc<Nbd>, Refusal> + use<> {
         let config = Config {
             uri: self.uri.clone(),
-            name: spec.name.clone(),
+            name: name.to_owned(),
             connections: self.connections,
             timeout: self.timeout,
             read_only: self.readonly,
             tls: self.tls.clone(),
         };
-        let device = Arc::new(Nbd::open(&config).map_err(|error| of_setup(&error))?);
+        move || Nbd::open(&config).map(Arc::new).map_err(|error| of_setup(&error))
+    }
+}
+
+impl Asked for NbdSpec {
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+        let backing = registry.backing(&self.family)?;
+        let device = registry.ahead.open(&spec.name, self.open(&spec.name))?;
         check_size(self.size, &device.geometry(), "export")?;
         Ok(Built { backing, ..Built::alone(Remote(Arc::clone(&device)), device) })
+    }
+
+    fn opener(&self, spec: &Spec) -> Option<Opener> {
+        Some(opener(self.open(&spec.name)))
     }
 
     fn family(&self) -> Option<&FamilySpec> {

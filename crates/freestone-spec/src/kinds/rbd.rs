@@ -8,6 +8,7 @@ use freestone::device::Device;
 use freestone_rbd::{Config, DEFAULT_TIMEOUT, ImageName, MAX_TIMEOUT, MIN_TIMEOUT, Rbd, SetupError};
 use serde_json::{Value, json};
 
+use super::ahead::{Opener, opener};
 use super::found::check_size;
 use super::names::IS_READ_ONLY;
 use super::registry::Registry;
@@ -80,11 +81,10 @@ fn parse_timeout(text: &str) -> Result<Duration, String> {
     times::within(text, (MIN_TIMEOUT, MAX_TIMEOUT))
 }
 
-impl Asked for RbdSpec {
-    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
-        let backing = registry.backing(&self.family)?;
+impl RbdSpec {
+    fn open(&self, name: &str) -> impl FnOnce() -> Result<Arc<Rbd>, Refusal> + use<> {
         let config = Config {
-            name: spec.name.clone(),
+            name: name.to_owned(),
             conf: self.conf.clone(),
             user: self.id.clone(),
             snap: self.snap.clone(),
@@ -92,9 +92,20 @@ impl Asked for RbdSpec {
             read_only: self.readonly,
             ..Config::new(self.image.clone())
         };
-        let device = Arc::new(Rbd::open(&config).map_err(|error| of_setup(&error))?);
+        move || Rbd::open(&config).map(Arc::new).map_err(|error| of_setup(&error))
+    }
+}
+
+impl Asked for RbdSpec {
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+        let backing = registry.backing(&self.family)?;
+        let device = registry.ahead.open(&spec.name, self.open(&spec.name))?;
         check_size(self.size, &device.geometry(), "image")?;
         Ok(Built { backing, ..Built::alone(Image(Arc::clone(&device)), device) })
+    }
+
+    fn opener(&self, spec: &Spec) -> Option<Opener> {
+        Some(opener(self.open(&spec.name)))
     }
 
     fn family(&self) -> Option<&FamilySpec> {

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use freestone::ram::Family;
 
 use super::Entry;
+use super::ahead::Ahead;
 use crate::family::{self, FamilySpec, Target};
 use crate::refusal::{Errno, Refusal};
 
@@ -46,6 +47,8 @@ impl Refused {
 #[derive(Default)]
 pub struct Registry {
     tables: Mutex<Tables>,
+    /// Devices that a start opens before their turn.
+    pub(super) ahead: Arc<Ahead>,
 }
 
 #[derive(Default)]

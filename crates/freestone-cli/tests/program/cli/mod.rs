@@ -2,6 +2,7 @@
 
 mod access;
 mod declared;
+mod far;
 mod memory;
 mod read_only;
 mod scripts;
