@@ -1,4 +1,7 @@
-//! Memory that is all zeroes: some to write from, and whether other is.
+//! Memory that is all zeroes: some to write from, and whether other is. Ranges of devices that read as
+//! zeroes.
+
+use crate::device::{Extent, ExtentKind, Result};
 
 /// Bytes of [`ZEROES`].
 pub const ZEROES_BYTES: usize = 64 << 10;
@@ -19,9 +22,58 @@ pub fn are_zeroes(bytes: &[u8]) -> bool {
     rest.iter().all(|byte| *byte == 0) && lines.last().is_none_or(is_zero) && lines.iter().all(is_zero)
 }
 
+/// Returns the end of the zeroes that `[at, end)` begins with, and of the data that is known to follow
+/// them. `describe` gives the rows of a range as [`Device::extents`](crate::device::Device::extents)
+/// does; what it cannot describe is data. May wait for a disk.
+pub fn leading_zeroes(
+    at: u64,
+    end: u64,
+    mut describe: impl FnMut(u64, u64, &mut dyn FnMut(Extent) -> bool) -> Result<()>,
+) -> (u64, u64) {
+    let (mut zeroes_until, mut data_until) = (at, at);
+    while data_until == zeroes_until && zeroes_until < end {
+        let from = zeroes_until;
+        let described = describe(from, end - from, &mut |row| {
+            let row_end = (row.offset + row.len).min(end);
+            match row.kind {
+                ExtentKind::Data => data_until = row_end,
+                _ if data_until == zeroes_until => (zeroes_until, data_until) = (row_end, row_end),
+                ExtentKind::Zero | ExtentKind::Hole => return false,
+            }
+            true
+        });
+        if described.is_err() || data_until == from {
+            return (zeroes_until, end);
+        }
+    }
+    (zeroes_until, data_until)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::Error;
+
+    #[test]
+    fn leading_zeroes_end_at_data_and_unknown() {
+        use ExtentKind::{Data, Hole, Zero};
+        // Two rows a call.
+        let look = |kinds: &[ExtentKind], at: u64| {
+            leading_zeroes(at, kinds.len() as u64, |from, len, row| {
+                for offset in (from..from + len).take(2) {
+                    if !row(Extent { offset, len: 1, kind: kinds[offset as usize] }) {
+                        break;
+                    }
+                }
+                Ok(())
+            })
+        };
+        assert_eq!(look(&[Hole, Zero, Hole, Data, Data, Hole], 0), (3, 4));
+        assert_eq!(look(&[Data, Data, Hole], 0), (0, 2));
+        assert_eq!(look(&[Data, Hole, Zero], 1), (3, 3));
+        assert_eq!(leading_zeroes(2, 9, |_, _, _| Err(Error::Media)), (2, 9));
+        assert_eq!(leading_zeroes(2, 9, |_, _, _| Ok(())), (2, 9));
+    }
 
     #[test]
     fn one_bit_anywhere_is_found() {

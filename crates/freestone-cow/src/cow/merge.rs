@@ -6,7 +6,8 @@
 //!
 //! # Steps
 //! One run of exceptions after the other, newest first, as the store gives them:
-//! 1. Other snapshots of the origin get exceptions for the run.
+//! 1. Other snapshots of the origin get exceptions for the run, but for what the origin has as zeroes:
+//!    those come with step 4, if something else than zeroes is copied there.
 //! 2. Its chunks are marked: writes that come to them wait.
 //! 3. Writes to the COW device that are under way there are waited for.
 //! 4. The chunks are copied to the origin.
@@ -46,10 +47,11 @@ use super::snapshot::Snapshot;
 use super::state::{Merging, Mode, Snap};
 use super::store::{self, Run};
 use freestone_core::consistency_group::{FREEZE_MAX, NotInTime};
-use freestone_core::device::{Blocking, Completion, Error, IoBuf, Op, Request, Result};
+use freestone_core::device::{Blocking, Completion, Error, Flags, IoBuf, Op, Request, Result};
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::sync::{mpsc, thread};
 use freestone_core::unique;
+use freestone_core::zeroes::are_zeroes;
 
 /// Bytes of a run that are merged in one go; at least a chunk. Writes wait for about as long as
 /// this takes.
@@ -335,12 +337,27 @@ impl Snap {
             let mut data = IoBuf::zeroed(len as usize).map_err(failed("copying"))?;
             let cow = self.store.device();
             cow.read_at(from + (at - start), &mut data).map_err(failed("reading the COW device"))?;
-            to_origin(|done| {
-                let request = Request::new(Op::Write, at, len);
-                OriginWrite::past_merge(self, request, data, done)
-            })
-            .map_err(failed("writing the origin"))?;
+            self.write_back(at, &data).map_err(failed("writing the origin"))?;
             at += len;
+        }
+        Ok(())
+    }
+
+    /// Writes merged chunks to the origin: those of zeroes as zeroes, which over a hole change nothing
+    /// for other snapshots.
+    fn write_back(self: &Arc<Self>, at: u64, data: &[u8]) -> Result<()> {
+        let chunks = data.chunks(self.chunk() as usize);
+        let mut from = 0;
+        for run in chunks.collect::<Vec<_>>().chunk_by(|one, next| are_zeroes(one) == are_zeroes(next)) {
+            let len: usize = run.iter().map(|chunk| chunk.len()).sum();
+            let (place, part) = (at + from as u64, &data[from..from + len]);
+            let (request, part) = if are_zeroes(part) {
+                (Request::new(Op::WriteZeroes, place, len as u64).with(Flags::MAY_FREE), IoBuf::empty())
+            } else {
+                (Request::write(place, len as u64), IoBuf::copy_of(part)?)
+            };
+            to_origin(|done| OriginWrite::past_merge(self, request, part, done))?;
+            from += len;
         }
         Ok(())
     }

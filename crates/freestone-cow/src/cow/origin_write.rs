@@ -28,9 +28,7 @@ use super::exceptions::Exception;
 use super::gather::{Gather, Job};
 use super::loss::Loss;
 use super::state::{OriginCore, Permit, Snap, View, counter};
-use freestone_core::device::{
-    Buffer, Completion, Device, Error, ExtentKind, IoBuf, Op, Request, Result, Tried,
-};
+use freestone_core::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result, Tried};
 use freestone_core::freeze_gate::UnderWay;
 use freestone_core::per_cpu_arc::PerCpuArc;
 use freestone_core::plug::Plug;
@@ -137,29 +135,6 @@ fn safe_bytes(view: &View, request: &Request) -> u64 {
     let end = request.offset + request.len;
     let active = view.snapshots.iter().filter(|snap| snap.is_active());
     active.fold(end, |end, snap| complete_until(snap, request.offset, end)) - request.offset
-}
-
-/// Returns the end of the zeroes that `[at, end)` begins with, and of what is known to follow them
-/// that is data. May wait for a disk.
-fn zeroes(device: &dyn Device, at: u64, end: u64) -> (u64, u64) {
-    let (mut zeroes_until, mut data_until) = (at, at);
-    while data_until == zeroes_until && zeroes_until < end {
-        let from = zeroes_until;
-        let described = device.extents(from, end - from, &mut |row| {
-            let row_end = (row.offset + row.len).min(end);
-            match row.kind {
-                ExtentKind::Data => data_until = row_end,
-                _ if data_until == zeroes_until => (zeroes_until, data_until) = (row_end, row_end),
-                ExtentKind::Zero | ExtentKind::Hole => return false,
-            }
-            true
-        });
-        if described.is_err() || data_until == from {
-            // A device that cannot tell has data.
-            return (zeroes_until, end);
-        }
-    }
-    (zeroes_until, data_until)
 }
 
 /// The byte up to which the chunks from byte `at` on have exceptions, or need none; at most `end`.
@@ -272,7 +247,7 @@ impl OriginWrite {
             step = job.step(view);
             if let Some(from) = job.to_look_at(view, &step) {
                 core.gate.begin();
-                if from > step.offset {
+                if from > step.offset && job.kind == Kind::Data {
                     core.age.wrote();
                 }
                 return Planned::Look(from);
@@ -367,7 +342,7 @@ impl OriginWrite {
         // While a snapshot is invalid only in memory, its merge may still be taken up after a crash
         // and undo this request: then nothing goes on without `plan`.
         let waits_for_loss = |snap: &PerCpuArc<Snap>| snap.is_active() && snap.is_invalid();
-        if step.op == Op::Write || self.kind == Kind::Preserve || view.snapshots.iter().any(waits_for_loss) {
+        if step.op == Op::Write || view.snapshots.iter().any(waits_for_loss) {
             return None;
         }
         let from = step.offset + safe_bytes(view, step);
@@ -386,7 +361,7 @@ impl OriginWrite {
     /// * A copy for such a write reads zeroes, whether this request was done before or not.
     fn look(mut self, from: u64) {
         let end = self.request.offset + self.request.len;
-        let (zeroes_until, looked_until) = zeroes(&*self.core.device, from, end);
+        let (zeroes_until, looked_until) = self.core.leading_zeroes(from, end);
         self.looked_until = looked_until;
         let (core, request) = (Arc::clone(&self.core), self.request);
         // A loss of power does not wait for a disk that hangs.
@@ -394,8 +369,11 @@ impl OriginWrite {
             core.gate.end();
             self.done.complete(Err(Error::Gone), self.buffer);
         } else if zeroes_until > from {
-            // The completion carries on with what is left.
-            self.send(Request { len: zeroes_until - request.offset, ..request });
+            // The completion carries on with what is left. A merge preserves what it writes over zeroes
+            // when it writes.
+            if let Some(job) = self.send(Request { len: zeroes_until - request.offset, ..request }) {
+                core.work_queue.push(move || job.go(Ok(())));
+            }
         } else {
             core.gate.end();
             core.work_queue.push(move || self.go(Ok(())));

@@ -47,7 +47,7 @@ impl Snap {
     }
 
     /// Whether the bytes `[at, at + len)` that the origin gave are the snapshot's.
-    fn holds(&self, at: u64, len: u64, state: u32) -> Result<bool> {
+    pub fn holds(&self, at: u64, len: u64, state: u32) -> Result<bool> {
         let chunk = self.chunk();
         self.counters.add(counter::ORIGIN_READS, 1);
         // Behind the snapshot's end the origin's content counts, also where the chunk has an

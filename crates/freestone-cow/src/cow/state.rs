@@ -40,6 +40,7 @@ use freestone_core::percpu::{self, Counters};
 use freestone_core::slot::Common;
 use freestone_core::sync::{AtomicU32, Mutex, OnceLock, Ordering};
 use freestone_core::work_queue::WorkQueue;
+use freestone_core::zeroes::leading_zeroes;
 
 /// Bytes that a copy moves at once: the kernel's sub-jobs. Memory of a copy in flight.
 pub const COPY_PIECE_BYTES: u64 = 512 << 10;
@@ -224,6 +225,12 @@ impl OriginState {
     /// Whether one may play its part.
     pub fn may_merge(&self) -> bool {
         self.merges.load(Ordering::SeqCst) != 0
+    }
+
+    /// Returns the end of the zeroes that a range begins with, and of the data that is known to follow
+    /// them. May wait for a disk: on the thread of [`extents_queue`](Self::extents_queue).
+    pub fn leading_zeroes(&self, at: u64, end: u64) -> (u64, u64) {
+        leading_zeroes(at, end, |from, len, row| self.device.extents(from, len, row).map(drop))
     }
 
     /// Takes a snapshot out of the list.

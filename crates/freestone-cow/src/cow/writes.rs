@@ -5,6 +5,9 @@
 //! whole and has none is written as its own exception, and for the rest exceptions are asked for,
 //! all together; the next round finds them complete. Every chunk of the window is written once.
 //!
+//! Zeroes over what the snapshot shows as zeroes need no exception: where it has none, it looks at the
+//! origin's extents first.
+//!
 //! While the snapshot is merged into its origin no exception is made: what has none goes to the
 //! origin, as the origin's writes do; what has one to the COW device, tracked by chunk; what is
 //! being merged at the moment waits.
@@ -41,6 +44,8 @@ struct Write {
     settled: [u64; WINDOW_CHUNKS as usize / 64],
     permit: Option<Permit>,
     rounds: u32,
+    /// Byte up to which the origin's extents need no further look.
+    looked_until: u64,
 }
 
 /// A part of a write within one chunk.
@@ -183,13 +188,26 @@ pub fn submit_discard(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: C
 impl Write {
     /// A write that begins.
     fn new(snap: Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) -> Self {
-        Self { snap, request, from: 0, buffer, done, settled: [0; 4], permit: None, rounds: 0 }
+        Self {
+            snap,
+            request,
+            from: 0,
+            buffer,
+            done,
+            settled: [0; 4],
+            permit: None,
+            rounds: 0,
+            looked_until: 0,
+        }
     }
 
     /// The pieces of the window.
     fn pieces(&self) -> impl Iterator<Item = Piece> + use<> {
         let (request, chunk) = (self.request, self.snap.chunk());
-        let end = request.offset + request.len;
+        let mut end = request.offset + request.len;
+        if self.looked_until > request.offset {
+            end = end.min(self.looked_until);
+        }
         let first = request.offset / chunk;
         let last = end.div_ceil(chunk).min(first + WINDOW_CHUNKS);
         (first..last).map(move |number| {
@@ -245,6 +263,11 @@ impl Job for Write {
             if !self.advance() || self.request.op == Op::Discard && !self.skip_unowned() {
                 return self.complete(Ok(()));
             }
+            if self.is_to_look() {
+                let snap = Arc::clone(&self.snap);
+                self.permit = None;
+                return snap.core.extents_queue.push(move || self.look());
+            }
             if self.rounds == ROUNDS_INLINE {
                 let work_queue = Arc::clone(&self.snap.core.work_queue);
                 return work_queue.push(move || self.go(Ok(())));
@@ -257,6 +280,44 @@ impl Job for Write {
 }
 
 impl Write {
+    /// Returns true if the origin's extents may show that zeroes change nothing. Ones that must be
+    /// durable are written.
+    fn is_to_look(&self) -> bool {
+        let Request { op, flags, offset, .. } = self.request;
+        op == Op::WriteZeroes
+            && !flags.contains(Flags::FUA)
+            && offset >= self.looked_until
+            && self.settled == [0; 4]
+            && !self.snap.is_merging()
+    }
+
+    /// Skips zeroes over whole chunks without exceptions that read as zeroes, as a read would find
+    /// them: the extents count if there is still no exception afterwards. Then they are the
+    /// snapshot's, and this request has taken effect. The origin was flushed when the snapshot was
+    /// taken.
+    fn look(mut self) {
+        let (snap, chunk) = (Arc::clone(&self.snap), self.snap.chunk());
+        let (at, end) = (self.request.offset, self.request.offset + self.request.len);
+        let state = snap.state();
+        let (place, chunks) = snap.exceptions.run(at / chunk, end.div_ceil(chunk));
+        let run_end = ((at / chunk + chunks) * chunk).min(end);
+        self.looked_until = run_end;
+        if place.is_none() {
+            let (zeroes_until, looked_until) = snap.core.leading_zeroes(at, run_end);
+            let whole = if zeroes_until == end { end } else { zeroes_until - zeroes_until % chunk };
+            let holds = if whole > at { snap.holds(at, whole - at, state) } else { Ok(true) };
+            self.looked_until = match holds {
+                // The run ends before the new exception now.
+                Ok(false) => at,
+                _ => looked_until.next_multiple_of(chunk).min(run_end),
+            };
+            if holds == Ok(true) && whole > at && !self.skip(whole - at) {
+                return self.complete(Ok(()));
+            }
+        }
+        snap.core.work_queue.push(move || self.go(Ok(())));
+    }
+
     /// Skips what a discard does not touch. False: nothing is left.
     fn skip_unowned(&mut self) -> bool {
         let chunk = self.snap.chunk();

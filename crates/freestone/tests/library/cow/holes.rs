@@ -5,14 +5,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-use freestone::cow::{Origin, Snapshot, Status, StoreKind};
+use freestone::cow::{MergeStatus, Origin, Snapshot, Status, StoreKind};
 use freestone::device::{
     Blocking, Buffer, Completion, Device, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result,
     Tried,
 };
 use freestone_testkit::Model;
 
-use crate::cow::support::{CHUNK, KINDS, bytes, config, read, read_all};
+use crate::cow::support::{CHUNK, KINDS, Kind, bytes, config, read, read_all};
 
 const NONE: Flags = Flags::empty();
 const CHUNKS: u64 = 64;
@@ -163,4 +163,52 @@ fn snapshot_beside_trim_of_hole_begins_after_it() {
     let second = second.lock().unwrap().take().unwrap().join().unwrap();
     assert!(begun.load(Ordering::SeqCst));
     assert!(read_all(&second).iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn zeroes_over_holes_of_snapshot_take_no_room() {
+    for kind in KINDS {
+        let below = kind.make(SIZE);
+        for chunk in DATA {
+            below.write_at(chunk * CHUNK, &bytes(chunk, CHUNK), NONE).unwrap();
+        }
+        let origin = Origin::new(below);
+        let snapshot = snapshot(&origin);
+        snapshot.write_at(5 * CHUNK, &bytes(5, CHUNK), NONE).unwrap();
+        snapshot.write_zeroes(512, SIZE - 1024, NONE).unwrap();
+        snapshot.write_zeroes(0, SIZE, Flags::MAY_FREE).unwrap();
+        assert_eq!(snapshot.stats().exceptions, DATA.len() as u64 + 1, "{kind:?}");
+        origin.write_at(8 * CHUNK, &bytes(8, CHUNK), NONE).unwrap();
+        assert!(read_all(&snapshot).iter().all(|byte| *byte == 0), "{kind:?}");
+    }
+}
+
+#[test]
+fn origin_write_beside_zeroes_of_snapshot_keeps_them() {
+    let below = Looked::new(true);
+    let origin = Origin::new(below.clone());
+    let snapshot = snapshot(&origin);
+    let (writer, data) = (origin.clone(), bytes(3, CHUNK));
+    *below.look.lock().unwrap() = Some(Box::new(move || {
+        thread::spawn(move || writer.write_at(5 * CHUNK, &data, NONE).unwrap()).join().unwrap();
+    }));
+    snapshot.write_zeroes(0, SIZE, NONE).unwrap();
+    assert!(below.look.lock().unwrap().is_none(), "nobody has looked");
+    assert!(read_all(&snapshot).iter().all(|byte| *byte == 0));
+    assert!(read(&origin, 5 * CHUNK, CHUNK) == bytes(3, CHUNK));
+}
+
+#[test]
+fn merge_of_zeroes_over_holes_copies_nothing() {
+    let origin = Origin::new(Kind::Model.make(SIZE));
+    let merged = origin.snapshot(Kind::Model.make(2 * SIZE), &config(StoreKind::Persistent, CHUNK)).unwrap();
+    let other = snapshot(&origin);
+    merged.write_at(0, &vec![0; (SIZE / 2) as usize], NONE).unwrap();
+    merged.write_at(SIZE / 2, &bytes(1, CHUNK), NONE).unwrap();
+    merged.merge().unwrap();
+    assert_eq!(merged.wait_merge(), MergeStatus::Finished);
+    assert_eq!(other.stats().copied_chunks, 1);
+    assert!(read_all(&other).iter().all(|byte| *byte == 0));
+    assert!(read(&origin, SIZE / 2, CHUNK) == bytes(1, CHUNK));
+    assert!(read(&origin, 0, SIZE / 2).iter().all(|byte| *byte == 0));
 }
