@@ -7,6 +7,9 @@
 //! An entry is 0 where nothing lies below, else the node's number plus one. Entries go from 0 to a
 //! number once, by compare-and-swap, and stay until the table is taken down, so a lookup takes no
 //! lock. Looking never creates: a device of any size that was only read costs its root.
+//!
+//! A bit of a leaf's entry says that the leaf counts as one of marks: of words that are all there is
+//! of their pages. It is set once.
 
 use super::lock::{SlotGuard, lock};
 use super::nodes::{FANOUT_BITS, Nodes};
@@ -28,6 +31,8 @@ pub const MAX_SLOTS: u64 = 1 << 36;
 /// As many as a model needs.
 #[cfg(loom)]
 pub const MAX_SLOTS: u64 = 8;
+/// Bit of a leaf's entry: the leaf counts as one of marks. Above the bits of a node's number.
+const OF_MARKS: u64 = 1 << 63;
 const ROOT_ENTRIES: usize = (MAX_SLOTS / ROOT_SLOTS) as usize;
 
 /// What the tables of one family share: their nodes and their waiting threads.
@@ -36,12 +41,15 @@ pub struct Common {
     pub nodes: Nodes,
     /// Who waits for a slot.
     pub parking: Parking,
+    /// Leaves that were [made for marks](Table::leaf_of_marks), or are full of them.
+    pub leaves_of_marks: Arc<AtomicU64>,
 }
 
 impl Common {
     /// Nothing in use.
     pub fn new() -> Result<Self> {
-        Ok(Self { nodes: Nodes::new()?, parking: Parking::default() })
+        let leaves_of_marks = Arc::new(AtomicU64::new(0));
+        Ok(Self { nodes: Nodes::new()?, parking: Parking::default(), leaves_of_marks })
     }
 }
 
@@ -101,6 +109,32 @@ impl Table {
         Ok(Leaf { words, parking: &self.common.parking })
     }
 
+    /// As [`leaf_or_new`](Self::leaf_or_new), for a word that is all there is of its page: a leaf that
+    /// is made counts as one of marks.
+    pub fn leaf_of_marks(&self, slot: u64) -> Result<Leaf<'_>> {
+        if let Some(leaf) = self.leaf(slot) {
+            return Ok(leaf);
+        }
+        let leaf = self.make_leaf(slot)?;
+        self.count_as_marks(slot);
+        Ok(leaf)
+    }
+
+    /// Counts a leaf, if it exists, as one of marks until the table is taken down.
+    pub fn count_as_marks(&self, slot: u64) {
+        let Some(directory) = self.existing(&self.root[(slot >> (2 * FANOUT_BITS)) as usize]) else {
+            return;
+        };
+        let entry = &directory[(slot >> FANOUT_BITS & LOW) as usize];
+        let counts = |node: u64| (node != 0 && node & OF_MARKS == 0).then_some(node | OF_MARKS);
+        // Release: who finds the node through this entry still needs what `make` released. Relaxed on
+        // failure: the bit says nothing of the node.
+        if entry.fetch_update(Ordering::Release, Ordering::Relaxed, counts).is_ok() {
+            // Relaxed: the sum alone matters.
+            self.common.leaves_of_marks.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
     #[inline]
     fn existing(&self, entry: &AtomicU64) -> Option<&[AtomicU64]> {
         // Acquire: pairs with the Release in `make`, which put the node there.
@@ -155,18 +189,23 @@ impl Table {
 
 impl Drop for Table {
     fn drop(&mut self) {
-        let mut nodes = Vec::new();
+        let (mut nodes, mut of_marks) = (Vec::new(), 0);
         let end = (self.end() >> (2 * FANOUT_BITS)) as usize;
         for entry in &self.root[..end] {
             if let Some(directory) = self.existing(entry) {
                 // Acquire: as in `existing`.
                 let leaves = directory.iter().map(|leaf| leaf.load(Ordering::Acquire));
-                nodes.extend(leaves.filter(|&leaf| leaf != 0).map(|leaf| (leaf - 1) as u32));
+                for leaf in leaves.filter(|&leaf| leaf != 0) {
+                    of_marks += u64::from(leaf & OF_MARKS != 0);
+                    nodes.push((leaf - 1) as u32);
+                }
                 // Acquire: as in `existing`.
                 nodes.push((entry.load(Ordering::Acquire) - 1) as u32);
             }
         }
         self.common.nodes.free(nodes);
+        // Relaxed: the sum alone matters.
+        self.common.leaves_of_marks.fetch_sub(of_marks, Ordering::Relaxed);
     }
 }
 

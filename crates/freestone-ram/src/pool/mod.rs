@@ -41,7 +41,7 @@ use freestone_core::PAGE_BYTES;
 use freestone_core::arena::Arena;
 use freestone_core::device::{Error, Result};
 use freestone_core::percpu;
-use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard, OnceLock, Ordering};
+use freestone_core::sync::{Arc, AtomicU32, AtomicU64, Mutex, MutexGuard, OnceLock, Ordering};
 
 /// Empty spans that keep their memory, so that a pool whose use swings by a few spans makes no
 /// system calls.
@@ -67,6 +67,8 @@ pub struct Pool {
     pages: AtomicU64,
     pages_max: AtomicU64,
     limit_pages: AtomicU64,
+    /// Pages beside the pool's own that count against its limit.
+    beside_pages: Arc<AtomicU64>,
     /// Above this many pages growth is reported to `alarm`.
     alarm_pages: AtomicU64,
     alarm: OnceLock<Alarm>,
@@ -108,8 +110,14 @@ impl Place {
 }
 
 impl Pool {
-    /// An empty pool without a limit.
+    /// An empty pool without a limit, with nothing beside it.
+    #[cfg(test)]
     pub fn new() -> Result<Self> {
+        Self::beside(Arc::new(AtomicU64::new(0)))
+    }
+
+    /// An empty pool without a limit; so many pages beside it will count against its limit.
+    pub fn beside(beside_pages: Arc<AtomicU64>) -> Result<Self> {
         Ok(Self {
             arena: Arena::new("freestone-pool", SPAN_BYTES)?,
             spans: Spans::new(CLASSES),
@@ -122,6 +130,7 @@ impl Pool {
             pages: AtomicU64::new(0),
             pages_max: AtomicU64::new(0),
             limit_pages: AtomicU64::new(u64::MAX),
+            beside_pages,
             alarm_pages: AtomicU64::new(u64::MAX),
             alarm: OnceLock::new(),
         })
@@ -309,6 +318,8 @@ impl Pool {
     fn charge(&self, pages: u32, kept: u64) -> bool {
         // Relaxed: a limit that changes at this moment counts from the next growth on.
         let limit = self.limit_pages.load(Ordering::Relaxed).saturating_sub(kept);
+        // Relaxed: as above.
+        let limit = limit.saturating_sub(self.beside_pages.load(Ordering::Relaxed));
         let add = |now: u64| Some(now + u64::from(pages)).filter(|&sum| sum <= limit);
         // Relaxed: the sum alone decides.
         let before = self.pages.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
@@ -453,6 +464,12 @@ impl Pool {
     pub fn set_limit_pages(&self, pages: u64) {
         // Relaxed: counts from the next allocation on.
         self.limit_pages.store(pages, Ordering::Relaxed);
+    }
+
+    /// Whether what is beside the pool takes the whole limit.
+    pub fn is_full_beside(&self) -> bool {
+        // Relaxed: as in `charge`. Several at one time can pass the limit by a page each.
+        self.beside_pages.load(Ordering::Relaxed) >= self.limit_pages.load(Ordering::Relaxed)
     }
 
     /// Who is told of growth above [`set_alarm_pages`](Self::set_alarm_pages). Once.

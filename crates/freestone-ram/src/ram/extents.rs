@@ -83,7 +83,7 @@ impl Inner {
 }
 
 /// Describes `[from, to)` as it is below. False: that is enough.
-fn below_extents(
+pub(super) fn below_extents(
     parent: &Parent,
     here: Option<&Here>,
     from: u64,

@@ -101,7 +101,7 @@ impl Family {
             return Err(SetupError::ZonedBase);
         }
         // Reads of the base may have to wait.
-        self.0.pages.keeper.start().map_err(SetupError::Thread)?;
+        self.0.pages.keeper.start_over_base().map_err(SetupError::Thread)?;
         self.0.fork(Parent::Device(Base::new(base)), geometry.size, config)
     }
 

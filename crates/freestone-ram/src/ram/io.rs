@@ -1,9 +1,10 @@
 //! The request path of a disk, fork or snapshot, and how far one call of it goes.
 
+use super::below::Below;
 use super::chain::View;
 use super::job::Part;
 
-use super::parent::Look;
+use super::parent::{Look, Parent};
 use super::read::{PageResult, Waits};
 use super::removals::Hope;
 use super::stats::counter;
@@ -65,7 +66,7 @@ impl Inner {
     }
 
     pub(super) fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
-        self.attempt(request, buffer).map(|attempt| match attempt {
+        self.attempt(request, buffer, &Below::default()).map(|attempt| match attempt {
             Attempt::Tried(tried) => tried,
             Attempt::Frozen | Attempt::Removing | Attempt::Full => Tried::WouldBlock,
         })
@@ -81,9 +82,14 @@ impl Inner {
     /// As much of a request as can be done at once.
     #[expect(clippy::inline_always, reason = "a request in memory is one function")]
     #[inline(always)]
-    pub(super) fn attempt(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Attempt> {
+    pub(super) fn attempt(
+        &self,
+        request: &Request,
+        buffer: Buffer<'_>,
+        below: &Below,
+    ) -> device::Result<Attempt> {
         self.check(request)?;
-        let (offset, end) = (request.offset, request.offset + request.len);
+        let offset = request.offset;
         match (request.op, buffer) {
             (Op::Read, Buffer::Read(into)) if into.len() as u64 == request.len => {
                 let read = if self.is_plain() {
@@ -102,12 +108,16 @@ impl Inner {
                 self.change(request, data, |view| self.write(view, offset, data))
             }
             (Op::Write, _) => Err(Error::Misaligned),
+            // That may wait for a disk.
+            (Op::Discard | Op::WriteZeroes, _) if self.looks_below(request, below) => {
+                Ok(Attempt::Tried(Tried::WouldBlock))
+            }
             (Op::Discard, _) => {
-                let freed = self.change(request, &[], |view| self.free(view, offset, end, false));
+                let freed = self.change(request, &[], |view| self.free(view, request, false, below));
                 freed.inspect(|_| self.room_came())
             }
             (Op::WriteZeroes, _) if request.flags.contains(Flags::MAY_FREE) => {
-                let freed = self.change(request, &[], |view| self.free(view, offset, end, true));
+                let freed = self.change(request, &[], |view| self.free(view, request, true, below));
                 freed.inspect(|_| self.room_came())
             }
             (Op::WriteZeroes, _) => {
@@ -262,7 +272,9 @@ impl Inner {
         while done < target {
             let (slot, from, n) = piece(offset + done, target - done);
             let data = &data[done as usize..][..n];
-            let written = match view.layer.table().leaf_or_new(slot) {
+            let leaf =
+                view.layer.table().leaf(slot).map_or_else(|| self.pages.new_leaf(view, slot, data), Ok);
+            let written = match leaf {
                 Ok(leaf) => match <&Page>::try_from(data) {
                     Ok(page) => self.pages.write_page(view, leaf, slot, page),
                     Err(_) => match self.pages.patch_page(view, leaf, slot, from, Part::Data(data)) {
@@ -270,7 +282,7 @@ impl Inner {
                         patched => patched.map(|result| result.map(drop)),
                     },
                 },
-                Err(error) => Ok(Err(error)),
+                Err(error) => self.pages.refused(error),
             };
             match written {
                 Ok(result) => result?,
@@ -288,10 +300,10 @@ impl Inner {
         let mut done = 0;
         while done < target {
             let (slot, from, n) = piece(offset + done, target - done);
-            let leaf = view.layer.table().leaf_or_new(slot)?;
             let filled = if n == PAGE_BYTES {
-                self.pages.write_page(view, leaf, slot, &[0; PAGE_BYTES])
+                self.pages.fill_page(view, slot)
             } else {
+                let leaf = view.layer.table().leaf_or_new(slot)?;
                 match self.pages.patch_page(view, leaf, slot, from, Part::Zeroes(n)) {
                     Ok(Ok(Patched::OnBase)) => return Ok(over_base(done, len)),
                     patched => patched.map(|result| result.map(drop)),
@@ -307,12 +319,14 @@ impl Inner {
     }
 
     /// Empties the whole pages of a range, the last one of the device among them, also where the
-    /// device ends within it; over a base they become pages of zeroes. The parts of pages at its
-    /// ends are zeroed where the range must be `exact` (write zeroes) and skipped where it is a
-    /// hint (discard), as in the kernel.
-    fn free(&self, view: &View, offset: u64, end: u64, exact: bool) -> device::Result<Step> {
+    /// device ends within it; over a base they become pages of zeroes, unless the base has zeroes
+    /// there. The parts of pages at its ends are zeroed where the range must be `exact` (write zeroes)
+    /// and skipped where it is a hint (discard), as in the kernel. Goes as far as is known what lies
+    /// `below`.
+    fn free(&self, view: &View, request: &Request, exact: bool, below: &Below) -> device::Result<Step> {
         let table = view.layer.table();
-        let len = end - offset;
+        let (offset, len) = (request.offset, request.len);
+        let end = if matches!(self.parent, Parent::Nothing) { offset + len } else { below.known_until };
         let mut at = offset;
         let mut leaves = 0;
         while at < end {
@@ -321,7 +335,10 @@ impl Inner {
             if !at.is_multiple_of(PAGE) || page_end > end {
                 let stop = page_end.min(end);
                 if at.is_multiple_of(PAGE) && end == self.size() {
-                    match self.pages.free_end(view, slot, || end == self.size()) {
+                    match self
+                        .pages
+                        .free_end(view, slot, below.zeroes_until(at) >= end, || end == self.size())
+                    {
                         Ok(Ok(Some(freed))) => {
                             self.counters.add(counter::NOTIFY_FREE, i64::from(freed));
                             at = stop;
@@ -334,7 +351,7 @@ impl Inner {
                     }
                 }
                 if exact {
-                    match self.zero_part(view, at, stop)? {
+                    match self.zero_part(view, at, stop, below)? {
                         Ok(Patched::Done) => {}
                         Ok(Patched::OnBase) => return Ok(over_base(at - offset, len)),
                         Err(Waits) => return Ok(Step::Tried(progress(at - offset, len))),
@@ -344,7 +361,14 @@ impl Inner {
                 continue;
             }
             let last = end / PAGE;
-            let present = view.parent.next_reached(slot, last, || table.next_present(slot, last));
+            // Pages with zeroes below need nothing where the device has nothing of its own.
+            let zeroes_end = (below.zeroes_until(at) / PAGE).min(last);
+            let is_bare = zeroes_end > slot;
+            let (last, present) = if is_bare {
+                (zeroes_end, table.next_present(slot, zeroes_end))
+            } else {
+                (last, view.parent.next_reached(slot, last, || table.next_present(slot, last)))
+            };
             let Some(present) = present else {
                 at = last * PAGE;
                 continue;
@@ -356,12 +380,15 @@ impl Inner {
             leaves += 1;
             let stop = next_multiple(present, LEAF_SLOTS).min(last);
             for slot in present..stop {
-                let freed = match self.pages.free_page(view, slot) {
+                let freed = match self.pages.free_page(view, slot, is_bare, exact) {
                     Ok(Ok(freed)) => freed,
                     Ok(Err(error)) => return Err(error),
                     Err(Waits) => return Ok(Step::Tried(progress(slot * PAGE - offset, len))),
                 };
                 self.counters.add(counter::NOTIFY_FREE, i64::from(freed));
+            }
+            if !is_bare && stop - present == LEAF_SLOTS && view.parent.reaches(present) {
+                table.count_as_marks(present);
             }
             at = stop * PAGE;
         }
@@ -369,9 +396,15 @@ impl Inner {
     }
 
     /// Zeroes a part of one page, if it holds anything.
-    fn zero_part(&self, view: &View, from: u64, to: u64) -> device::Result<Result<Patched, Waits>> {
+    fn zero_part(
+        &self,
+        view: &View,
+        from: u64,
+        to: u64,
+        below: &Below,
+    ) -> device::Result<Result<Patched, Waits>> {
         let slot = from / PAGE;
-        let leaf = if view.parent.reaches(slot) {
+        let leaf = if view.parent.reaches(slot) && below.zeroes_until(from) < to {
             Some(view.layer.table().leaf_or_new(slot)?)
         } else {
             view.layer.table().leaf(slot).filter(|leaf| leaf.peek(slot) != Word::EMPTY)

@@ -1,5 +1,6 @@
 //! A submitted request, and how far it came.
 
+use super::below::Below;
 use super::device_room::Waits;
 use super::{PAGE, piece};
 use crate::clock::now_ms;
@@ -21,13 +22,27 @@ pub(super) struct Job {
     pub waits: Option<Waits>,
     /// How often [room](super::room_waiters::RoomWaiters::wait) had come.
     pub room: u64,
+    /// What it knows of what lies below its device.
+    pub below: Below,
 }
 
 impl Job {
     /// A request that has just been submitted.
     pub fn new(request: Request, buffer: IoBuf, done: Completion) -> Self {
         let began_ms = now_ms();
-        Self { request, at: 0, buffer, done, last_try: false, ended: 0, began_ms, waits: None, room: 0 }
+        let below = Below::default();
+        Self {
+            request,
+            at: 0,
+            buffer,
+            done,
+            last_try: false,
+            ended: 0,
+            began_ms,
+            waits: None,
+            room: 0,
+            below,
+        }
     }
 
     /// It fails if it finds no memory now.

@@ -18,6 +18,8 @@ pub(super) struct Keeper {
     /// Carries on with requests that waited, in slices, so that none holds up the others, and does
     /// what must not be done on a thread of a device.
     work_queue: Arc<WorkQueue>,
+    /// Looks at what of a base reads as zeroes, which may wait for a disk.
+    looks: Arc<WorkQueue>,
     starter: OnceLock<Starter>,
 }
 
@@ -39,6 +41,7 @@ impl Default for Keeper {
             state: Mutex::default(),
             kicked: Condvar::new(),
             work_queue: WorkQueue::new("ram"),
+            looks: WorkQueue::new("ram-base"),
             starter: OnceLock::new(),
         }
     }
@@ -82,6 +85,18 @@ impl Keeper {
         self.lock().stop = true;
         self.kicked.notify_all();
         self.work_queue.stop();
+        self.looks.stop();
+    }
+
+    /// Starts the threads of a family with a base that is another device.
+    pub fn start_over_base(&self) -> std::io::Result<()> {
+        self.start()?;
+        self.looks.start()
+    }
+
+    /// Runs what may wait for the disk of a base.
+    pub fn look(&self, task: impl FnOnce() + Send + 'static) {
+        self.looks.push(task);
     }
 
     /// Memory may be short, or what forbade to spill may be gone.

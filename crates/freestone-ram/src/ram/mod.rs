@@ -24,6 +24,7 @@
 //! * `invalid_io` counts, as in kernels up to 6.1; newer ones print 0.
 
 mod auto_recompress;
+mod below;
 mod block_state;
 mod candidates;
 mod chain;

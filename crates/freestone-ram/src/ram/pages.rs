@@ -69,11 +69,13 @@ impl Pages {
             }
         };
         let keeper = Arc::<Keeper>::default();
+        let common = Arc::new(Common::new()?);
+        let pool = Pool::beside(Arc::clone(&common.leaves_of_marks))?;
         Ok(Arc::new(Self {
             name: OnceLock::new(),
-            common: Arc::new(Common::new()?),
+            common,
             layers: Layers::new(Arc::clone(&keeper)),
-            pool: Pool::new()?,
+            pool,
             codecs,
             ages: Ages::default(),
             store,
@@ -110,7 +112,9 @@ impl Pages {
 
     /// Pages of the pool at which spilling begins and ends; `None` where there is no limit.
     pub fn marks(&self) -> Option<(u64, u64)> {
-        let limit = self.mem_limit() / PAGE;
+        // Relaxed: as in `mem_limit`.
+        let beside = self.common.leaves_of_marks.load(Ordering::Relaxed);
+        let limit = (self.mem_limit() / PAGE).saturating_sub(beside);
         self.store.as_ref().filter(|_| limit > 0).map(|_| {
             let low = (limit * LOW_PERCENT / 100).min(limit.saturating_sub(2));
             ((limit * HIGH_PERCENT / 100).max(low), low)

@@ -122,6 +122,16 @@ impl Parent {
         }
     }
 
+    /// Whether a look at its extents may wait for a disk.
+    pub fn may_wait(&self) -> bool {
+        match self {
+            Self::Nothing => false,
+            Self::Device(_) => true,
+            Self::Snapshot(ram) => ram.0.parent.may_wait(),
+            Self::Staged(staged) => staged.below.may_wait(),
+        }
+    }
+
     /// How many devices lie below one another.
     pub fn depth(&self) -> u32 {
         match self {

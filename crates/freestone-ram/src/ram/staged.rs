@@ -110,6 +110,7 @@ impl Family {
                 if geometry.zones.is_some() {
                     return Err(SetupError::ZonedBase);
                 }
+                pages.keeper.start_over_base().map_err(SetupError::Thread)?;
                 (Parent::Device(Base::new(device)), geometry.size)
             }
             Lower::Snapshot(ram) => {

@@ -1,6 +1,8 @@
 //! The device that a [`Ram`] is; and requests that were submitted to it: how they are carried on,
 //! and what they wait for when they change content.
 
+use std::sync::Arc;
+
 use super::fetch::{Place, Queued, locate};
 use super::io::Attempt;
 use super::job::Job;
@@ -75,6 +77,12 @@ impl Ram {
         }
     }
 
+    /// Has the work queue carry on with a request.
+    fn resume(self, job: Job) {
+        let keeper = Arc::clone(&self.0.pages.keeper);
+        keeper.resume(self, job);
+    }
+
     /// As [`slice`](Self::slice), on the work queue. A request is answered when this hold on its
     /// device is gone: who has the answer may remove the device, and what it leaves is then known
     /// to be about to come back.
@@ -94,11 +102,22 @@ impl Ram {
         if job.request.op == Op::Read {
             return self.read(job);
         }
+        if self.0.looks_below(&job.request, &job.below) {
+            if self.0.parent.may_wait() {
+                let ram = self.clone();
+                self.0.pages.keeper.look(move || {
+                    job.below = ram.0.look_below(&job.request);
+                    ram.resume(job);
+                });
+                return Sliced::Gone;
+            }
+            job.below = self.0.look_below(&job.request);
+        }
         let buffer = match job.request.op {
             Op::Write => job.buffer.get(job.at..).map_or(Buffer::None, Buffer::Write),
             _ => Buffer::None,
         };
-        match self.0.attempt(&job.request, buffer) {
+        match self.0.attempt(&job.request, buffer, &job.below) {
             Ok(Attempt::Tried(Tried::Done)) => return Sliced::Ended(job, Ok(())),
             Ok(Attempt::Tried(Tried::Partly(bytes))) => {
                 job.advance(bytes);

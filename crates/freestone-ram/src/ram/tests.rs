@@ -511,7 +511,7 @@ fn the_last_page_is_emptied_only_if_it_is_the_last_one_still() {
     let free_end = |is_end: bool| {
         let freed = pin::pinned(|pin| {
             let view = fork.0.view.load(pin);
-            fork.0.pages.free_end(view, 1, || is_end)
+            fork.0.pages.free_end(view, 1, false, || is_end)
         });
         freed.ok().expect("it need not wait").unwrap()
     };

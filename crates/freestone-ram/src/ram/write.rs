@@ -107,29 +107,86 @@ impl Pages {
 
     /// What becomes of a write that could not be stored.
     #[cold]
-    fn refused(&self, error: Error) -> PageResult {
+    pub(super) fn refused<T>(&self, error: Error) -> PageResult<T> {
         if error == Error::NoSpace && self.store.is_some() { Err(Waits) } else { Ok(Err(error)) }
     }
 
-    /// The leaf of a slot that is to be emptied, if it needs one, and what the slot holds then:
-    /// where something lies below, that is covered with zeroes.
-    #[inline]
-    fn to_empty(view: &View, slot: u64) -> Result<Option<(Leaf<'_>, Word)>> {
+    /// Returns the leaf of a slot, for a word that is all there is of its page. One that is made counts
+    /// against the family's limit: the pool can grow less. Where the pool is full, marks go on until
+    /// their leaves alone reach the limit.
+    ///
+    /// # Errors
+    /// [`Error::NoSpace`] there, [`Error::NoMemory`].
+    fn leaf_of_marks<'v>(&self, view: &'v View, slot: u64) -> Result<Leaf<'v>> {
         let table = view.layer.table();
-        if view.parent.reaches(slot) {
-            return Ok(Some((table.leaf_or_new(slot)?, Word::same(0))));
+        match table.leaf(slot) {
+            Some(leaf) => Ok(leaf),
+            None if self.pool.is_full_beside() => Err(Error::NoSpace),
+            None => table.leaf_of_marks(slot),
         }
-        Ok(table.leaf(slot).map(|leaf| (leaf, Word::EMPTY)))
     }
 
-    /// Empties a slot. Returns whether there was anything.
-    pub(super) fn free_page(&self, view: &View, slot: u64) -> PageResult<bool> {
-        let (leaf, new) = match Self::to_empty(view, slot) {
+    /// Makes the leaf of a slot to which `data` is written.
+    ///
+    /// # Errors
+    /// As [`leaf_of_marks`](Self::leaf_of_marks).
+    #[cold]
+    pub(super) fn new_leaf<'v>(&self, view: &'v View, slot: u64, data: &[u8]) -> Result<Leaf<'v>> {
+        let pattern = <&Page>::try_from(data).ok().and_then(same_filled);
+        if pattern.is_some_and(|pattern| pattern as u32 == (pattern >> 32) as u32) {
+            return self.leaf_of_marks(view, slot);
+        }
+        view.layer.table().leaf_or_new(slot)
+    }
+
+    /// The leaf of a slot that is to be emptied, if it needs one, and what the slot holds then:
+    /// where something else than zeroes may lie below (the slot is not `bare`), that is covered with
+    /// zeroes.
+    #[inline]
+    fn to_empty<'v>(&self, view: &'v View, slot: u64, is_bare: bool) -> Result<Option<(Leaf<'v>, Word)>> {
+        if !is_bare && view.parent.reaches(slot) {
+            return Ok(Some((self.leaf_of_marks(view, slot)?, Word::same(0))));
+        }
+        Ok(view.layer.table().leaf(slot).map(|leaf| (leaf, Word::EMPTY)))
+    }
+
+    /// Makes a page one of zeroes that is no hole.
+    pub(super) fn fill_page(&self, view: &View, slot: u64) -> PageResult {
+        let leaf = match self.leaf_of_marks(view, slot) {
+            Ok(leaf) => leaf,
+            Err(error) => return self.refused(error),
+        };
+        let new = Word::same(0).with_age(self.ages.now());
+        let guard = leaf.lock(slot);
+        match guard.word() {
+            word if word.kind() == Kind::InFlight => Err(Waits),
+            word if is_zeroes(word) => Ok(Ok(())),
+            Word::EMPTY if !view.parent.reaches(slot) => {
+                self.exchange_zeroes(view, guard, new);
+                Ok(Ok(()))
+            }
+            _ => Ok(self.replace(view, slot, guard, new)),
+        }
+    }
+
+    /// Puts another word for zeroes into a locked slot that reads as zeroes. Nobody sees a change, so
+    /// nothing is kept for snapshots, and nothing is to be saved.
+    fn exchange_zeroes(&self, view: &View, guard: SlotGuard<'_>, new: Word) {
+        let old = guard.word();
+        guard.publish(new);
+        view.layer.account(&self.layers, old, new);
+    }
+
+    /// Empties a slot, over zeroes if it is `bare`. Returns whether there was anything. A hint (not
+    /// `exact`) for which there is no room leaves the page as it is.
+    pub(super) fn free_page(&self, view: &View, slot: u64, is_bare: bool, exact: bool) -> PageResult<bool> {
+        let (leaf, new) = match self.to_empty(view, slot, is_bare) {
             Ok(Some(found)) => found,
             Ok(None) => return Ok(Ok(false)),
-            Err(error) => return Ok(Err(error)),
+            Err(Error::NoSpace) if !exact => return Ok(Ok(false)),
+            Err(error) => return self.refused(error),
         };
-        let is_free = |word: Word| word == Word::EMPTY && new == Word::EMPTY;
+        let is_free = |word: Word| if new == Word::EMPTY { word == new } else { is_zeroes(word) };
         if is_free(leaf.peek(slot)) {
             // A write that is going on is not ordered against this request: the slot may as well be
             // empty after it.
@@ -142,6 +199,10 @@ impl Pages {
         if is_free(guard.word()) {
             return Ok(Ok(false));
         }
+        if is_zeroes(guard.word()) {
+            self.exchange_zeroes(view, guard, new);
+            return Ok(Ok(true));
+        }
         Ok(self.replace(view, slot, guard, new).map(|()| true))
     }
 
@@ -153,11 +214,14 @@ impl Pages {
         &self,
         view: &View,
         slot: u64,
+        is_bare: bool,
         is_end: impl Fn() -> bool,
     ) -> PageResult<Option<bool>> {
-        let (leaf, new) = match Self::to_empty(view, slot) {
+        let (leaf, new) = match self.to_empty(view, slot, is_bare) {
             Ok(Some(found)) => found,
             Ok(None) => return Ok(Ok(Some(false))),
+            // A part of a page can be spilled, a mark cannot.
+            Err(Error::NoSpace) => return Ok(Ok(None)),
             Err(error) => return Ok(Err(error)),
         };
         let guard = leaf.lock(slot);
@@ -166,7 +230,7 @@ impl Pages {
             return Ok(Ok(None));
         }
         match guard.word() {
-            word if word == new => Ok(Ok(Some(false))),
+            word if word == new || new != Word::EMPTY && is_zeroes(word) => Ok(Ok(Some(false))),
             word if word.kind() == Kind::InFlight => Err(Waits),
             _ => Ok(self.replace(view, slot, guard, new).map(|()| Some(true))),
         }
@@ -280,6 +344,11 @@ impl Packed<'_> {
             Self::Huge(_) => Word::huge(location),
         }
     }
+}
+
+/// Whether a slot with this word holds a page of zeroes.
+fn is_zeroes(word: Word) -> bool {
+    word.kind() == Kind::Same && word.location() == 0
 }
 
 /// The 64-bit pattern that the page repeats, if it does.

@@ -46,6 +46,9 @@ struct Live {
     below: u64,
     /// What it holds itself; not known where a write failed.
     own: Option<BTreeSet<u64>>,
+    /// Pages of which zeroes were written to a part that reads as zeroes below: whether the device then
+    /// holds the page depends on the unit in which what is below tells.
+    unsure: BTreeSet<u64>,
     /// Forks of disks are at level 1.
     level: u32,
 }
@@ -196,7 +199,8 @@ impl World {
 
     fn add(&mut self, ram: Ram, base: Pages, size: u64, below: u64, level: u32) {
         let shown = Shown { ram, pages: base.clone(), size };
-        self.live.push(Live { shown, base, below, own: Some(BTreeSet::new()), level });
+        let (own, unsure) = (Some(BTreeSet::new()), BTreeSet::new());
+        self.live.push(Live { shown, base, below, own, unsure, level });
     }
 
     fn below(&mut self, bound: usize) -> usize {
@@ -245,6 +249,7 @@ impl World {
         live.shown.patch(offset, &data);
         if let Some(own) = &mut live.own {
             own.extend(offset / PAGE as u64..(offset + len).div_ceil(PAGE as u64));
+            live.unsure.retain(|slot| !own.contains(slot));
         }
         self.changed(at, outcome, offset, &before);
     }
@@ -266,19 +271,22 @@ impl World {
         let page = PAGE as u64;
         let (first, last) = (offset.div_ceil(page), (offset + len) / page);
         if let Some(own) = &mut live.own {
-            for slot in first..last {
-                if stays || slot < live.below {
+            for slot in offset / page..(offset + len).div_ceil(page) {
+                let (from, to) = (offset.max(slot * page), (offset + len).min((slot + 1) * page));
+                let part = (from - slot * page) as usize..(to - slot * page) as usize;
+                let is_whole = (first..last).contains(&slot);
+                // Over zeroes nothing needs to be held.
+                let is_bare = slot >= live.below
+                    || live.base.get(&slot).is_none_or(|below| below[part].iter().all(|&byte| byte == 0));
+                if stays || (is_whole || exact) && !is_bare {
                     own.insert(slot);
-                } else {
+                    live.unsure.remove(&slot);
+                } else if is_whole {
                     own.remove(&slot);
+                    live.unsure.remove(&slot);
+                } else if exact && slot < live.below && !own.contains(&slot) {
+                    live.unsure.insert(slot);
                 }
-            }
-            if stays {
-                own.extend(offset / page..(offset + len).div_ceil(page));
-            } else if exact {
-                own.extend(
-                    [offset / page, (offset + len - 1) / page].iter().filter(|&&slot| slot < live.below),
-                );
             }
         }
         if exact {
@@ -337,6 +345,7 @@ impl World {
         outcome.unwrap();
         live.shown.pages = live.base.clone();
         live.own = Some(BTreeSet::new());
+        live.unsure.clear();
     }
 
     fn grow(&mut self) {
@@ -429,7 +438,9 @@ impl World {
         for (at, live) in self.live.iter().enumerate() {
             live.shown.check(&format!("device {at}"));
             let (Some(own), true) = (&live.own, live.shown.ram.is_fork()) else { continue };
-            assert_eq!(&owned(&live.shown.ram, live.shown.size), own, "what device {at} holds itself");
+            let mut held = owned(&live.shown.ram, live.shown.size);
+            held.retain(|slot| !live.unsure.contains(slot));
+            assert_eq!(&held, own, "what device {at} holds itself");
         }
         for (at, snapshot) in self.snapshots.iter().enumerate() {
             snapshot.shown.check(&format!("snapshot {at}"));
