@@ -5,3 +5,4 @@ mod kit;
 mod prunes;
 mod pushes;
 mod reads;
+mod schedules;

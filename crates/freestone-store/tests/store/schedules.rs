@@ -1,0 +1,341 @@
+//! Random schedules of pushes beside a prune, on a simulated clock.
+//!
+//! Each actor gives its turn on before each request, and time passes at each turn. So a push takes minutes,
+//! as over a slow line, and a prune is anywhere in its work when a push begins or ends.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use freestone_core::device::{Blocking as _, Flags};
+use freestone_store::format::{CHUNK_BYTES, PAGE};
+use freestone_store::objects::{Fault, Objects, Until};
+use freestone_store::prune::prune;
+use freestone_store::push::{Options, Source, push};
+use freestone_store::store::{Begin, Error, Store};
+use freestone_testkit::objects::{Effect, Memory, Method};
+use freestone_testkit::{Model, Rng};
+
+use crate::kit::*;
+
+const GRACE: Duration = Duration::from_secs(3600);
+const SCHEDULES: u64 = 30;
+const PUSHERS: usize = 2;
+const PUSHES: u64 = 6;
+/// Number of the actor that prunes; the others push.
+const PRUNER: usize = 0;
+const CHUNKS: usize = 3;
+/// Contents of a chunk.
+const CONTENTS: u64 = 6;
+
+/// Whose turn it is.
+struct Turns {
+    state: Mutex<State>,
+    changed: Condvar,
+    memory: Arc<Memory>,
+    /// Looks whose deletion is not done. No time passes meanwhile: a prune gives a deletion up in time.
+    looks: Arc<AtomicUsize>,
+}
+
+struct State {
+    rng: Rng,
+    live: [bool; PUSHERS + 1],
+    current: usize,
+}
+
+/// A look at an object that is to be deleted, and how many requests of this thread it lasts.
+struct Look {
+    looks: Arc<AtomicUsize>,
+    left: u32,
+}
+
+impl Drop for Look {
+    fn drop(&mut self) {
+        self.looks.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+thread_local! {
+    static LOOK: RefCell<Option<Look>> = const { RefCell::new(None) };
+}
+
+impl Turns {
+    fn wait(&self, actor: usize) -> MutexGuard<'_, State> {
+        self.changed.wait_while(self.state.lock().unwrap(), |state| state.current != actor).unwrap()
+    }
+
+    fn give(&self, state: &mut State) {
+        let live: Vec<usize> = (0..state.live.len()).filter(|actor| state.live[*actor]).collect();
+        if live.is_empty() {
+            return;
+        }
+        let any = live[state.rng.below(live.len() as u64) as usize];
+        let next = if state.live[PRUNER] && state.rng.chance(96) { PRUNER } else { any };
+        if next != state.current {
+            state.current = next;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Before a request.
+    fn step(&self, actor: usize) {
+        let look = LOOK.take().and_then(|mut look| {
+            look.left -= 1;
+            (look.left > 0).then_some(look)
+        });
+        let mut state = self.wait(actor);
+        // A prune makes many more requests than a push, several at a time.
+        let seconds = if actor == PRUNER { 2 } else { 40 };
+        let seconds = state.rng.below(seconds);
+        if self.looks.load(Ordering::SeqCst) == 0 {
+            self.memory.pass(Duration::from_secs(seconds));
+        }
+        self.give(&mut state);
+        drop(state);
+        drop(self.wait(actor));
+        LOOK.set(look);
+    }
+
+    /// Lets a longer time pass, as soon as no deletion is under way.
+    fn idle(&self, actor: usize, time: Duration) {
+        loop {
+            self.step(actor);
+            let _state = self.state.lock().unwrap();
+            if self.looks.load(Ordering::SeqCst) == 0 {
+                return self.memory.pass(time);
+            }
+        }
+    }
+
+    fn look(&self) {
+        // Time passes with this lock held.
+        let _state = self.state.lock().unwrap();
+        self.looks.fetch_add(1, Ordering::SeqCst);
+        LOOK.set(Some(Look { looks: Arc::clone(&self.looks), left: 2 }));
+    }
+}
+
+/// An actor, until it ends or panics.
+struct Actor<'a> {
+    turns: &'a Turns,
+    number: usize,
+    pushers: &'a AtomicUsize,
+}
+
+impl Drop for Actor<'_> {
+    fn drop(&mut self) {
+        if self.number != PRUNER {
+            self.pushers.fetch_sub(1, Ordering::SeqCst);
+        }
+        LOOK.set(None);
+        let mut state = self.turns.wait(self.number);
+        state.live[self.number] = false;
+        self.turns.give(&mut state);
+    }
+}
+
+/// One page in each chunk, of the contents that were chosen.
+fn device(rng: &mut Rng) -> Model {
+    let device = Model::new(CHUNKS * CHUNK_BYTES, 512);
+    let mut page = vec![0; PAGE];
+    for chunk in 0..CHUNKS {
+        Rng::new(rng.below(CONTENTS)).fill(&mut page);
+        device.write_at((chunk * CHUNK_BYTES) as u64, &page, Flags::empty()).unwrap();
+    }
+    device
+}
+
+fn user(memory: &Memory) -> (Arc<Memory>, Store) {
+    let memory = Arc::new(memory.beside());
+    let objects = Arc::clone(&memory) as Arc<dyn Objects>;
+    let begin = Begin { encrypted: false, grace: GRACE };
+    let (store, _) = Store::open_or_begin(objects, None, begin, soon()).unwrap();
+    (memory, store)
+}
+
+/// Pushes that are cut off before their manifests leave chunks that nothing refers to.
+fn cut_off(memory: &Memory) {
+    memory.rule(|call| {
+        if call.method == Method::Put && call.key.starts_with("manifests/") {
+            return Effect::Fail(Fault::Denied("cut off".to_owned()));
+        }
+        Effect::Pass
+    });
+}
+
+/// Pushes to tags of its own, and returns what they show.
+fn pusher(
+    turns: &Turns,
+    actor: usize,
+    (memory, store): &(Arc<Memory>, Store),
+    seed: u64,
+) -> BTreeMap<String, Model> {
+    let mut rng = Rng::new(seed);
+    let is_over = || {
+        turns.step(actor);
+        false
+    };
+    let mut shown = BTreeMap::new();
+    for _ in 0..PUSHES {
+        turns.idle(actor, GRACE / 8 * rng.below(6) as u32);
+        let tag = format!("{actor}-{}", rng.below(2));
+        let until = Until { deadline: Instant::now() + Duration::from_secs(60), is_over: &is_over };
+        if rng.chance(20) {
+            store.remove_tag(&tag, until).unwrap();
+            shown.remove(&tag);
+            continue;
+        }
+        if rng.chance(40) {
+            cut_off(memory);
+        }
+        let device = device(&mut rng);
+        let source = Source { device: &device, label: "test", over: None };
+        let options = Options { tag: &tag, full: rng.chance(50), threads: 1, is_new: false };
+        match push(store, source, options, &|_, _| {}, until) {
+            Ok(_) => drop(shown.insert(tag, device)),
+            Err(Error::TooSlow(_) | Error::Pruned(_) | Error::Object { fault: Fault::Denied(_), .. }) => {}
+            Err(error) => panic!("{seed}: {error}"),
+        }
+        memory.heal();
+    }
+    shown
+}
+
+/// Prunes until nobody pushes any more, and returns how many objects were deleted.
+fn pruner(turns: &Turns, store: &Store, pushers: &AtomicUsize) -> u64 {
+    let is_over = || {
+        turns.step(PRUNER);
+        false
+    };
+    let mut deleted = 0;
+    while pushers.load(Ordering::SeqCst) > 0 {
+        let until = Until { deadline: Instant::now() + Duration::from_secs(60), is_over: &is_over };
+        match prune(store, false, &|_| {}, until) {
+            Ok(pruned) => deleted += pruned.deleted,
+            // Too slow to read the roots.
+            Err(Error::Local(_)) => {}
+            Err(error) => panic!("{error}"),
+        }
+    }
+    deleted
+}
+
+/// Runs a schedule, and returns how many objects were deleted.
+fn run(seed: u64, is_plain: bool) -> u64 {
+    let memory = Arc::new(Memory::default());
+    let (_, calm) = user(&memory);
+    push_plain(&calm, &device(&mut Rng::new(seed)), "kept").unwrap();
+    let state = State { rng: Rng::new(seed), live: [true; PUSHERS + 1], current: PRUNER };
+    let turns = Turns {
+        state: Mutex::new(state),
+        changed: Condvar::new(),
+        memory: Arc::clone(&memory),
+        looks: Arc::default(),
+    };
+    let turns = Arc::new(turns);
+    let (rules, pruning) = user(&memory);
+    if is_plain {
+        rules.delete_always();
+        let turns = Arc::clone(&turns);
+        rules.rule(move |call| {
+            if call.method == Method::Head {
+                turns.look();
+            }
+            Effect::Pass
+        });
+    }
+    let pushers = AtomicUsize::new(PUSHERS);
+    let (deleted, shown) = std::thread::scope(|scope| {
+        let (turns, pushers) = (&*turns, &pushers);
+        let pruner = scope.spawn(move || {
+            let _actor = Actor { turns, number: PRUNER, pushers };
+            pruner(turns, &pruning, pushers)
+        });
+        let memory = &memory;
+        let started = (1..=PUSHERS).map(|actor| {
+            scope.spawn(move || {
+                let user = user(memory);
+                let _actor = Actor { turns, number: actor, pushers };
+                pusher(turns, actor, &user, seed * 10 + actor as u64)
+            })
+        });
+        let started: Vec<_> = started.collect();
+        let deleted = pruner.join().unwrap();
+        (deleted, started.into_iter().map(|pusher| pusher.join().unwrap()).collect::<Vec<_>>())
+    });
+    let calm = Arc::new(calm);
+    for (tag, device) in shown.into_iter().flatten() {
+        let name = calm.tag(&tag, soon()).unwrap().unwrap().tag.manifest;
+        let until = Until::within(Duration::from_secs(1));
+        let config = freestone_store::image::Config { timeout: Duration::from_secs(1), ..CONFIG };
+        let image = freestone_store::image::Image::open(Arc::clone(&calm), None, name, config, until);
+        let image = image.unwrap_or_else(|error| panic!("schedule {seed}, plain {is_plain}: {tag}: {error}"));
+        let mut page = vec![0; PAGE];
+        for chunk in 0..CHUNKS {
+            let read = image.read_at((chunk * CHUNK_BYTES) as u64, &mut page);
+            let why = || image.stat().last_error.unwrap_or_default();
+            assert!(read.is_ok(), "schedule {seed}, plain {is_plain}: {tag} has lost a chunk: {}", why());
+        }
+        assert!(content(&image) == content(&device), "schedule {seed}, plain {is_plain}: {tag}");
+    }
+    deleted
+}
+
+#[test]
+fn random_schedules_of_pushes_and_prunes_lose_nothing() {
+    for is_plain in [false, true] {
+        let deleted: u64 = (0..SCHEDULES).map(|seed| run(seed, is_plain)).sum();
+        assert!(deleted > SCHEDULES, "{deleted} objects were deleted in all schedules");
+    }
+}
+
+/// A prune with roots that are nearly too old meets chunks that a push has reused: they are 26 minutes old when
+/// the push finds them, and an hour when the prune looks. No manifest refers to them, as the push before was
+/// cut off.
+#[test]
+fn chunk_reused_late_survives_prune_with_older_roots() {
+    let minutes = |minutes: u64| Duration::from_secs(minutes * 60);
+    let memory = Arc::new(Memory::default());
+    let (_, calm) = user(&memory);
+    push_plain(&calm, &mixed(300, 7), "kept").unwrap();
+    let device = mixed(300, 1);
+    let (cut, first) = user(&memory);
+    cut_off(&cut);
+    push_plain(&first, &device, "b").unwrap_err();
+    memory.pass(minutes(26));
+    let ((slow, pushing), (paused, pruning)) = (user(&memory), user(&memory));
+    let ((start, started), (arrive, arrived), (resume, resumed)) = (channel(), channel(), channel());
+    let (arrived, resumed) = (Mutex::new(arrived), Mutex::new(resumed));
+    let clock = Arc::clone(&memory);
+    slow.rule(move |call| {
+        if call.method == Method::Put && call.key.starts_with("manifests/") {
+            clock.pass(minutes(25));
+            start.send(()).unwrap();
+            arrived.lock().unwrap().recv().unwrap();
+        }
+        Effect::Pass
+    });
+    paused.rule(move |call| {
+        // With its roots read.
+        if call.method == Method::List && call.key == "chunks/00/" {
+            arrive.send(()).unwrap();
+            resumed.lock().unwrap().recv().unwrap();
+        }
+        Effect::Pass
+    });
+    std::thread::scope(|scope| {
+        let pruning = &pruning;
+        let pruner = scope.spawn(move || {
+            started.recv().unwrap();
+            prune(pruning, false, &|_| {}, soon()).unwrap()
+        });
+        push_plain(&pushing, &device, "b").unwrap();
+        memory.pass(minutes(9) + Duration::from_secs(30));
+        resume.send(()).unwrap();
+        pruner.join().unwrap();
+    });
+    assert!(content(&image(&Arc::new(calm), None, "b")) == content(&device));
+}
