@@ -9,7 +9,7 @@
 //! * [`zoned`]: runs on zones, which have a judge of their own.
 //! * [`exact`]: each run a process, of which the seed decides every step.
 //! * [`threads`]: runs with real threads.
-//! * [`program`]: the built program, over its sockets.
+//! * [`program`]: the built program, over its sockets. `program::calls` makes its system calls fail.
 
 pub mod disk;
 pub mod exact;

@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use clap::{Args, Parser, Subcommand};
+#[cfg(target_arch = "x86_64")]
+use freestone_torture::program::calls;
 use freestone_torture::program::lives;
 use freestone_torture::{exact, program, threads};
 
@@ -71,6 +73,27 @@ enum Mode {
         #[arg(long, value_name = "PATH")]
         bin: Option<PathBuf>,
     },
+    /// The built program, of which one system call after the other fails
+    #[cfg(target_arch = "x86_64")]
+    Calls {
+        #[command(flatten)]
+        extent: Extent,
+        /// All cases of the seed, however long they take
+        #[arg(long)]
+        all: bool,
+        /// At most N cases
+        #[arg(long, value_name = "N")]
+        cases: Option<usize>,
+        /// Only this scene; can be repeated
+        #[arg(long, value_name = "NAME")]
+        scene: Vec<String>,
+        /// One case alone, as a report prints it
+        #[arg(long, value_name = "CASE")]
+        only: Option<String>,
+        /// The program [default: freestone beside this one]
+        #[arg(long, value_name = "PATH")]
+        bin: Option<PathBuf>,
+    },
     /// One run of the exact mode, as JSON from stdin
     Case {
         /// Tells each op
@@ -106,6 +129,18 @@ fn main() -> Result<ExitCode> {
         Mode::Life { bin } => {
             let case = serde_json::from_reader(std::io::stdin()).context("this is no run")?;
             Ok(told(lives::run(0, &case, &found(bin)?)))
+        }
+        #[cfg(target_arch = "x86_64")]
+        Mode::Calls { extent, all, cases, scene, only, bin } => {
+            let choice = calls::Choice { scenes: scene, cases, time: (!all).then(|| time(&extent)) };
+            let bin = found(bin)?;
+            let report = match only {
+                Some(case) => calls::again(&case, &bin),
+                None => calls::calls(extent.seed, &choice, &bin),
+            };
+            let report = report.map_err(anyhow::Error::msg)?;
+            println!("{report}");
+            Ok(if report.is_clean() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
         Mode::Case { trace } => exact::case(trace),
         Mode::Show { seed } => {

@@ -11,6 +11,8 @@ mod asleep;
 mod bad;
 mod bad_machine;
 mod block;
+#[cfg(target_arch = "x86_64")]
+pub mod calls;
 mod clients;
 mod control;
 mod disk;

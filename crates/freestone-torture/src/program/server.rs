@@ -17,7 +17,7 @@ use rustix::process::{Pid, Signal, kill_process};
 pub const NBD: &str = "nbd";
 pub const CONTROL: &str = "ctl";
 pub const STATE: &str = "state";
-const LOG: &str = "log";
+pub const LOG: &str = "log";
 /// Lines of the log that are told with a failure.
 const LOG_TAIL: usize = 40;
 const LOOK_EVERY: Duration = Duration::from_millis(5);
@@ -36,6 +36,33 @@ pub struct Server {
 pub struct Held {
     pub descriptors: BTreeMap<String, usize>,
     pub threads: BTreeMap<String, usize>,
+}
+
+impl Held {
+    /// Returns the descriptors and threads of a process, with the names of files below `dir`.
+    pub fn of(pid: Pid, dir: &Path) -> Self {
+        let proc = PathBuf::from(format!("/proc/{}", pid.as_raw_nonzero()));
+        let mut held = Self::default();
+        for entry in fs::read_dir(proc.join("fd")).into_iter().flatten().flatten() {
+            // One that was closed meanwhile has no target.
+            if let Ok(target) = fs::read_link(entry.path()) {
+                let name = target.to_string_lossy();
+                // Sockets and pipes have a number behind their kind.
+                let kind = name.split(":[").next().unwrap_or_default();
+                let kind = kind.strip_prefix(&*dir.to_string_lossy()).unwrap_or(kind).to_owned();
+                *held.descriptors.entry(kind).or_default() += 1;
+            }
+        }
+        for entry in fs::read_dir(proc.join("task")).into_iter().flatten().flatten() {
+            if let Ok(name) = fs::read_to_string(entry.path().join("comm")) {
+                // Those that were started for large requests stay, at most one a CPU.
+                if name.trim_end() != "worker" {
+                    *held.threads.entry(name.trim_end().to_owned()).or_default() += 1;
+                }
+            }
+        }
+        held
+    }
 }
 
 impl Server {
@@ -88,26 +115,7 @@ impl Server {
 
     /// Its descriptors and threads.
     pub fn held(&self) -> Held {
-        let mut held = Held::default();
-        for entry in fs::read_dir(self.proc("fd")).into_iter().flatten().flatten() {
-            // One that was closed meanwhile has no target.
-            if let Ok(target) = fs::read_link(entry.path()) {
-                let name = target.to_string_lossy();
-                // Sockets and pipes have a number behind their kind.
-                let kind = name.split(":[").next().unwrap_or_default();
-                let kind = kind.strip_prefix(&*self.dir.to_string_lossy()).unwrap_or(kind).to_owned();
-                *held.descriptors.entry(kind).or_default() += 1;
-            }
-        }
-        for entry in fs::read_dir(self.proc("task")).into_iter().flatten().flatten() {
-            if let Ok(name) = fs::read_to_string(entry.path().join("comm")) {
-                // Those that were started for large requests stay, at most one a CPU.
-                if name.trim_end() != "worker" {
-                    *held.threads.entry(name.trim_end().to_owned()).or_default() += 1;
-                }
-            }
-        }
-        held
+        Held::of(self.pid, &self.dir)
     }
 
     /// Memory of its own, in bytes: what is not of files.
@@ -151,7 +159,8 @@ impl Drop for Server {
     }
 }
 
-fn command(program: &Path, dir: &Path, devices: &[String]) -> Result<Command, String> {
+/// Returns the command that starts a server in `dir`.
+pub fn command(program: &Path, dir: &Path, devices: &[String]) -> Result<Command, String> {
     let log = File::options().create(true).append(true).open(dir.join(LOG)).map_err(|e| e.to_string())?;
     let mut command = Command::new(program);
     command.arg("serve").args(devices);

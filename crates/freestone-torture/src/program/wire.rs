@@ -121,7 +121,11 @@ fn replies(stream: &mut UnixStream, option: u32) -> Result<Vec<(u32, Vec<u8>)>, 
 impl Wire {
     /// Chooses an export, in one of the ways that there are.
     pub fn connect(path: &Path, name: &str, rng: &mut Rng) -> Result<Self, Broken> {
-        let mut stream = UnixStream::connect(path)?;
+        Self::over(UnixStream::connect(path)?, name, rng)
+    }
+
+    /// Chooses an export on a connection that was just made.
+    pub fn over(mut stream: UnixStream, name: &str, rng: &mut Rng) -> Result<Self, Broken> {
         let no_zeroes = rng.chance(70);
         greet(&mut stream, no_zeroes)?;
         let (mut structured, mut contexts) = (false, false);

@@ -1,0 +1,186 @@
+//! A case of the sweep: which call of a scene fails, how, for how long, and how the server ends.
+
+use std::fmt;
+use std::str::FromStr;
+
+use libc::{EAGAIN, EBUSY, ECONNABORTED, EINTR};
+
+use super::kinds::{KINDS, Kind, errno_name, errno_of};
+
+/// A numbered call.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Site {
+    /// Name of its [`Kind`].
+    pub call: String,
+    /// File, directory or kind of descriptor, with all numbers replaced by `#`.
+    pub object: String,
+    /// Ordinal among the calls of this kind on this object, from 1.
+    pub nth: u32,
+}
+
+/// How a call fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum How {
+    /// The call does nothing and returns this error.
+    Fails(i32),
+    /// The call is done and returns this error.
+    Done(i32),
+    /// The call transfers half of what was asked for.
+    Short,
+}
+
+/// How long calls of the kind fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Extent {
+    /// This call alone.
+    Once,
+    /// This call and all later ones of its kind until the script is over.
+    Script,
+    /// This call and all later ones of its kind until the server has ended.
+    Ever,
+}
+
+/// How the server ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// SIGTERM after the script.
+    Told,
+    /// SIGKILL after the script.
+    Killed,
+    /// SIGKILL at the failing call.
+    There,
+}
+
+/// One run of a scene.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Case {
+    /// Name of the scene.
+    pub scene: String,
+    /// The call that fails first.
+    pub site: Site,
+    /// How the call fails.
+    pub how: How,
+    /// For how long calls fail.
+    pub extent: Extent,
+    /// How the server ends.
+    pub end: End,
+}
+
+impl How {
+    /// Returns all ways in which calls of this kind fail.
+    pub fn all(kind: &Kind) -> Vec<Self> {
+        let fails = kind.errnos.iter().map(|&errno| Self::Fails(errno));
+        let done = kind.errnos.first().filter(|_| kind.may_be_done).map(|&errno| Self::Done(errno));
+        let short = kind.length.map(|_| Self::Short);
+        fails.chain(done).chain(short).collect()
+    }
+
+    /// Returns how long this failure can last. Calls that are to be repeated fail once only.
+    pub fn extents(self) -> &'static [Extent] {
+        match self {
+            Self::Fails(EINTR | ECONNABORTED | EBUSY) | Self::Done(_) | Self::Short => &[Extent::Once],
+            // Threads are refused for as long as a limit is reached, rings for as long as memory is short.
+            Self::Fails(EAGAIN) => &[Extent::Once, Extent::Script],
+            Self::Fails(_) => &[Extent::Once, Extent::Script, Extent::Ever],
+        }
+    }
+}
+
+impl Site {
+    /// Returns the kind of the call.
+    pub fn kind(&self) -> Option<&'static Kind> {
+        KINDS.iter().find(|kind| kind.name == self.call)
+    }
+}
+
+impl Case {
+    /// Returns true if the failure is over when the server is told to end.
+    pub fn is_over_at_end(&self) -> bool {
+        self.extent != Extent::Ever
+    }
+}
+
+impl fmt::Display for Site {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} {}", self.call, self.object, self.nth)
+    }
+}
+
+impl fmt::Display for How {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fails(errno) => f.write_str(errno_name(*errno)),
+            Self::Done(errno) => write!(f, "done+{}", errno_name(*errno)),
+            Self::Short => f.write_str("short"),
+        }
+    }
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let extent = match self.extent {
+            Extent::Once => "once",
+            Extent::Script => "script",
+            Extent::Ever => "ever",
+        };
+        let end = match self.end {
+            End::Told => "told",
+            End::Killed => "killed",
+            End::There => "there",
+        };
+        write!(f, "{} {} {} {extent} {end}", self.scene, self.site, self.how)
+    }
+}
+
+impl FromStr for Case {
+    type Err = String;
+
+    fn from_str(line: &str) -> Result<Self, String> {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let [scene, call, object, nth, how, extent, end] = words[..] else {
+            return Err(format!("{line:?} is not SCENE CALL OBJECT NTH HOW EXTENT END"));
+        };
+        let errno = |name: &str| errno_of(name).ok_or_else(|| format!("{name}: unknown error"));
+        let how = match (how, how.strip_prefix("done+")) {
+            ("short", _) => How::Short,
+            (_, Some(name)) => How::Done(errno(name)?),
+            (name, None) => How::Fails(errno(name)?),
+        };
+        let extent = match extent {
+            "once" => Extent::Once,
+            "script" => Extent::Script,
+            "ever" => Extent::Ever,
+            _ => return Err(format!("{extent}: must be once, script or ever")),
+        };
+        let end = match end {
+            "told" => End::Told,
+            "killed" => End::Killed,
+            "there" => End::There,
+            _ => return Err(format!("{end}: must be told, killed or there")),
+        };
+        let nth = nth.parse().map_err(|why| format!("{nth}: {why}"))?;
+        let site = Site { call: call.to_owned(), object: object.to_owned(), nth };
+        Ok(Self { scene: scene.to_owned(), site, how, extent, end })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn case_printed_and_parsed_is_equal() {
+        for how in [How::Fails(libc::EIO), How::Done(libc::ENOSPC), How::Short] {
+            let site = Site { call: "fsync".into(), object: "state/content/#".into(), nth: 2 };
+            let case = Case { scene: "saves".into(), site, how, extent: Extent::Once, end: End::There };
+            assert_eq!(case.to_string().parse(), Ok(case));
+        }
+    }
+
+    #[test]
+    fn every_error_of_a_kind_has_a_name() {
+        for errno in KINDS.iter().flat_map(|kind| kind.errnos) {
+            assert_eq!(errno_of(errno_name(*errno)), Some(*errno));
+        }
+    }
+}

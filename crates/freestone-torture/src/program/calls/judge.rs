@@ -1,0 +1,152 @@
+//! What must be there after a life in which calls failed: two more servers, of which no call fails.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::json;
+
+use super::super::server;
+use super::fault::End;
+use super::life::{Answer, Life, Place};
+use super::model::{Lasts, Model, Presence};
+use super::tracer::Arm;
+use crate::oracle::{Durability, Fill, Oracle};
+
+/// A device that is made and removed to see that verbs work.
+const PROBE: &str = "probe";
+
+/// What a server lists.
+#[derive(Debug, Default)]
+struct Listed {
+    /// Whether the device is withheld, by name.
+    devices: BTreeMap<String, bool>,
+    missing: BTreeSet<String>,
+}
+
+/// Looks which devices a life has, and which of them clients find.
+pub fn look(life: &mut Life<'_>, is_exact: bool) {
+    let Some(listed) = list(life) else { return };
+    let mut withheld = Vec::new();
+    for (name, disk) in &mut life.model.disks {
+        let is_withheld = listed.devices.get(name).copied();
+        disk.is_seen = disk.is_home && is_withheld == Some(false);
+        if is_withheld == Some(true) && disk.lasts == Lasts::Saved && is_exact {
+            withheld.push(name.clone());
+        }
+    }
+    for name in withheld {
+        life.findings.push(format!("LOSS: {name} is withheld although the last server has saved it"));
+    }
+}
+
+fn list(life: &mut Life<'_>) -> Option<Listed> {
+    let Answer::Done(list) = life.ask("list", &json!({})) else { return None };
+    let mut listed = Listed::default();
+    for device in list["devices"].as_array().into_iter().flatten() {
+        let name = device["name"].as_str().unwrap_or_default();
+        listed.devices.insert(name.to_owned(), device["withheld"] == true);
+    }
+    for device in list["missing"].as_array().into_iter().flatten() {
+        listed.missing.insert(device["name"].as_str().unwrap_or_default().to_owned());
+    }
+    Some(listed)
+}
+
+/// Starts two servers one after the other and judges what they have. `is_exact`: kept content must be as
+/// it was last, and nothing that is kept may be withheld.
+pub fn judge(place: &Place<'_>, model: &mut Model, words: &[&str], is_exact: bool) -> Vec<String> {
+    let mut findings = Vec::new();
+    for (at, is_exact) in [("the next start", is_exact), ("the start after that", true)] {
+        let mut life = match Life::start(place, model, words, Arm::Never, None) {
+            Ok(life) => life,
+            Err((said, ended)) => {
+                let log = server::log_tail(&place.dir);
+                findings.push(format!("{at} fails with {}: {said}\n{log}", ended.status));
+                return findings;
+            }
+        };
+        compare(&mut life, is_exact);
+        if life.findings.is_empty() {
+            use_all(&mut life);
+        }
+        let (_, found) = life.end(End::Told);
+        findings.extend(found.into_iter().map(|what| format!("{at}: {what}")));
+        if !findings.is_empty() {
+            break;
+        }
+    }
+    findings
+}
+
+fn compare(life: &mut Life<'_>, is_exact: bool) {
+    let Some(listed) = list(life) else { return };
+    let names: Vec<String> = life.model.disks.keys().cloned().collect();
+    for name in &names {
+        let is_missing = listed.missing.contains(name);
+        let is_listed = listed.devices.contains_key(name);
+        let disk = life.model.disk(name);
+        match (disk.presence, is_listed) {
+            _ if is_missing && disk.presence != Presence::No => {
+                life.findings.push(format!("LOSS: {name} is missing"));
+            }
+            (Presence::Yes, false) => life.findings.push(format!("LOSS: {name} is gone")),
+            (Presence::No, true) => life.findings.push(format!("LOSS: {name} is back")),
+            (Presence::Unknown, true) => disk.presence = Presence::Yes,
+            (Presence::Unknown, false) => disk.presence = Presence::No,
+            _ => {}
+        }
+    }
+    for name in listed.devices.keys().chain(&listed.missing) {
+        if !names.contains(name) {
+            life.findings.push(format!("{name} is listed, and nobody has made it"));
+        }
+    }
+    for name in names {
+        if let Some(&is_withheld) = listed.devices.get(&name) {
+            one(life, &name, is_withheld, is_exact);
+        }
+    }
+}
+
+/// Judges one device, which is listed.
+fn one(life: &mut Life<'_>, name: &str, is_withheld: bool, is_exact: bool) {
+    let disk = life.model.disk(name);
+    match disk.lasts {
+        Lasts::Always if is_withheld => {
+            life.findings.push(format!("LOSS: {name} is withheld although its content is in a file"));
+        }
+        Lasts::Saved if is_withheld && is_exact => {
+            life.findings.push(format!("LOSS: {name} is withheld although the last server has saved it"));
+        }
+        Lasts::Saved if is_withheld => disk.oracle.crash(),
+        Lasts::Never => {
+            let size = disk.oracle.size();
+            disk.oracle = Oracle::new(name, size, Durability::Nothing);
+        }
+        Lasts::Always | Lasts::Saved => {}
+    }
+    let disk = life.model.disk(name);
+    let (is_home, is_fragile) = (disk.is_home, disk.is_fragile);
+    if !is_home || is_fragile && life.is_invalid(name) {
+        return;
+    }
+    life.model.disk(name).is_seen = true;
+    if is_withheld {
+        life.ask("publish", &json!({ "name": name }));
+    }
+    life.read_all(name);
+}
+
+/// Sees that the server works: devices can be written, made and removed.
+fn use_all(life: &mut Life<'_>) {
+    let names: Vec<String> = life.model.disks.keys().cloned().collect();
+    for name in names {
+        let disk = life.model.disk(&name);
+        if disk.is_writable && disk.is_home && disk.presence == Presence::Yes {
+            life.write(&name, 8..16, Fill::Noise);
+            life.flush(&name);
+        }
+    }
+    if let Answer::Done(_) = life.ask("create", &json!({ "device": format!("{PROBE}=null,size=1M") })) {
+        life.ask("remove", &json!({ "name": PROBE }));
+    }
+}

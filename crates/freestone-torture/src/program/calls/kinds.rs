@@ -1,0 +1,168 @@
+//! The system calls that the sweep can fail, and how each may fail.
+
+use libc::c_long;
+
+/// What a call is about, by the position of its arguments.
+#[derive(Debug, Clone, Copy)]
+pub enum Subject {
+    /// A path.
+    Path(usize),
+    /// A path below a directory's descriptor.
+    PathAt(usize, usize),
+    /// A descriptor of a file or directory. Calls on sockets, pipes and eventfds are not numbered.
+    File(usize),
+    /// A descriptor of any kind.
+    Descriptor(usize),
+    /// Nothing that has a name.
+    None,
+}
+
+/// One kind of call.
+#[derive(Debug, Clone, Copy)]
+pub struct Kind {
+    /// Name in tables and repeat lines.
+    pub name: &'static str,
+    /// Number of the system call.
+    pub number: c_long,
+    /// Only calls with this value of an argument (position, value).
+    pub only: Option<(usize, u64)>,
+    pub subject: Subject,
+    /// Errors that a kernel may return.
+    pub errnos: &'static [i32],
+    /// The call may fail although it was done: on a network file system whose reply was lost.
+    pub may_be_done: bool,
+    /// Position of the length that may be transferred in part only.
+    pub length: Option<usize>,
+}
+
+const fn kind(name: &'static str, number: c_long, subject: Subject, errnos: &'static [i32]) -> Kind {
+    Kind { name, number, only: None, subject, errnos, may_be_done: false, length: None }
+}
+
+const fn done(kind: Kind) -> Kind {
+    Kind { may_be_done: true, ..kind }
+}
+
+const fn only(at: usize, value: i32, kind: Kind) -> Kind {
+    Kind { only: Some((at, value as u64)), ..kind }
+}
+
+const fn length(at: usize, kind: Kind) -> Kind {
+    Kind { length: Some(at), ..kind }
+}
+
+const OPEN: &[i32] = &[libc::EIO, libc::EMFILE, libc::ENOMEM, libc::ENOSPC, libc::EINTR];
+const NAME: &[i32] = &[libc::EIO, libc::ENOSPC, libc::EDQUOT, libc::ENOMEM];
+const UNLINK: &[i32] = &[libc::EIO, libc::ENOMEM];
+const SYNC: &[i32] = &[libc::EIO, libc::ENOSPC, libc::EDQUOT];
+const WRITE: &[i32] = &[libc::EIO, libc::ENOSPC, libc::EDQUOT, libc::EINTR];
+const READ: &[i32] = &[libc::EIO, libc::ENOMEM, libc::EINTR];
+const LOOK: &[i32] = &[libc::EIO, libc::ENOMEM];
+const LOCK: &[i32] = &[libc::EIO, libc::ENOLCK, libc::EINTR];
+const DESCRIPTOR: &[i32] = &[libc::EMFILE, libc::ENFILE, libc::ENOMEM];
+const THREAD: &[i32] = &[libc::EAGAIN, libc::ENOMEM];
+const SOCKET: &[i32] = &[libc::EMFILE, libc::ENOBUFS];
+const BIND: &[i32] = &[libc::EADDRINUSE, libc::EIO];
+const ACCEPT: &[i32] = &[libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::ECONNABORTED, libc::EINTR];
+const RING: &[i32] = &[libc::EPERM, libc::ENOMEM, libc::EMFILE];
+const ENTER: &[i32] = &[libc::EAGAIN, libc::EBUSY, libc::EINTR, libc::ENOMEM];
+const MEMORY: &[i32] = &[libc::ENOMEM];
+const AGAIN: &[i32] = &[libc::EINTR];
+
+use Subject::{Descriptor, File, Path, PathAt};
+
+/// All kinds. Calls by which the server waits, wakes its threads or talks to clients are not among them.
+pub const KINDS: &[Kind] = &[
+    kind("openat", libc::SYS_openat, PathAt(0, 1), OPEN),
+    kind("open", libc::SYS_open, Path(0), OPEN),
+    done(kind("linkat", libc::SYS_linkat, PathAt(2, 3), NAME)),
+    done(kind("link", libc::SYS_link, Path(1), NAME)),
+    done(kind("rename", libc::SYS_rename, Path(1), NAME)),
+    done(kind("renameat", libc::SYS_renameat, PathAt(2, 3), NAME)),
+    done(kind("renameat2", libc::SYS_renameat2, PathAt(2, 3), NAME)),
+    done(kind("mkdir", libc::SYS_mkdir, Path(0), NAME)),
+    done(kind("mkdirat", libc::SYS_mkdirat, PathAt(0, 1), NAME)),
+    done(kind("unlink", libc::SYS_unlink, Path(0), UNLINK)),
+    done(kind("unlinkat", libc::SYS_unlinkat, PathAt(0, 1), UNLINK)),
+    done(kind("rmdir", libc::SYS_rmdir, Path(0), UNLINK)),
+    kind("fsync", libc::SYS_fsync, File(0), SYNC),
+    kind("fdatasync", libc::SYS_fdatasync, File(0), SYNC),
+    kind("sync_file_range", libc::SYS_sync_file_range, File(0), SYNC),
+    done(kind("ftruncate", libc::SYS_ftruncate, File(0), WRITE)),
+    done(kind("fallocate", libc::SYS_fallocate, File(0), WRITE)),
+    length(2, done(kind("write", libc::SYS_write, File(0), WRITE))),
+    length(2, done(kind("pwrite64", libc::SYS_pwrite64, File(0), WRITE))),
+    done(kind("writev", libc::SYS_writev, File(0), WRITE)),
+    done(kind("pwritev", libc::SYS_pwritev, File(0), WRITE)),
+    done(kind("pwritev2", libc::SYS_pwritev2, File(0), WRITE)),
+    length(2, kind("read", libc::SYS_read, File(0), READ)),
+    length(2, kind("pread64", libc::SYS_pread64, File(0), READ)),
+    kind("preadv", libc::SYS_preadv, File(0), READ),
+    kind("preadv2", libc::SYS_preadv2, File(0), READ),
+    kind("copy_file_range", libc::SYS_copy_file_range, File(2), WRITE),
+    kind("getdents64", libc::SYS_getdents64, File(0), LOOK),
+    kind("statx", libc::SYS_statx, PathAt(0, 1), LOOK),
+    kind("newfstatat", libc::SYS_newfstatat, PathAt(0, 1), LOOK),
+    kind("stat", libc::SYS_stat, Path(0), LOOK),
+    kind("lstat", libc::SYS_lstat, Path(0), LOOK),
+    kind("fstat", libc::SYS_fstat, File(0), LOOK),
+    kind("statfs", libc::SYS_statfs, Path(0), LOOK),
+    kind("fstatfs", libc::SYS_fstatfs, File(0), LOOK),
+    kind("readlink", libc::SYS_readlink, Path(0), LOOK),
+    kind("readlinkat", libc::SYS_readlinkat, PathAt(0, 1), LOOK),
+    kind("chmod", libc::SYS_chmod, Path(0), LOOK),
+    kind("fchmod", libc::SYS_fchmod, File(0), LOOK),
+    kind("fgetxattr", libc::SYS_fgetxattr, File(0), LOOK),
+    done(kind("fsetxattr", libc::SYS_fsetxattr, File(0), NAME)),
+    done(kind("fremovexattr", libc::SYS_fremovexattr, File(0), NAME)),
+    kind("flock", libc::SYS_flock, File(0), LOCK),
+    only(1, libc::F_OFD_SETLK, kind("lock", libc::SYS_fcntl, File(0), LOCK)),
+    only(1, libc::F_SETLK, kind("lock", libc::SYS_fcntl, File(0), LOCK)),
+    only(1, libc::F_DUPFD_CLOEXEC, kind("dup", libc::SYS_fcntl, Descriptor(0), DESCRIPTOR)),
+    kind("memfd_create", libc::SYS_memfd_create, Subject::None, DESCRIPTOR),
+    kind("mmap", libc::SYS_mmap, Subject::None, MEMORY),
+    kind("clone3", libc::SYS_clone3, Subject::None, THREAD),
+    kind("socket", libc::SYS_socket, Subject::None, SOCKET),
+    kind("bind", libc::SYS_bind, Subject::None, BIND),
+    kind("listen", libc::SYS_listen, Subject::None, BIND),
+    kind("accept4", libc::SYS_accept4, Subject::None, ACCEPT),
+    kind("socketpair", libc::SYS_socketpair, Subject::None, DESCRIPTOR),
+    kind("pipe2", libc::SYS_pipe2, Subject::None, DESCRIPTOR),
+    kind("eventfd2", libc::SYS_eventfd2, Subject::None, DESCRIPTOR),
+    kind("epoll_create1", libc::SYS_epoll_create1, Subject::None, DESCRIPTOR),
+    kind("timerfd_create", libc::SYS_timerfd_create, Subject::None, DESCRIPTOR),
+    kind("io_uring_setup", libc::SYS_io_uring_setup, Subject::None, RING),
+    kind("io_uring_enter", libc::SYS_io_uring_enter, Subject::None, ENTER),
+    kind("io_uring_register", libc::SYS_io_uring_register, Subject::None, MEMORY),
+    kind("getrandom", libc::SYS_getrandom, Subject::None, AGAIN),
+];
+
+/// Marks the beginning of `serve`: the first call of its own that no library makes.
+pub const MARKER: (c_long, u64) = (libc::SYS_prctl, 57);
+
+const ERRNOS: &[(i32, &str)] = &[
+    (libc::EPERM, "EPERM"),
+    (libc::EINTR, "EINTR"),
+    (libc::EIO, "EIO"),
+    (libc::EAGAIN, "EAGAIN"),
+    (libc::ENOMEM, "ENOMEM"),
+    (libc::EBUSY, "EBUSY"),
+    (libc::ENFILE, "ENFILE"),
+    (libc::EMFILE, "EMFILE"),
+    (libc::ENOSPC, "ENOSPC"),
+    (libc::ENOLCK, "ENOLCK"),
+    (libc::EADDRINUSE, "EADDRINUSE"),
+    (libc::ECONNABORTED, "ECONNABORTED"),
+    (libc::ENOBUFS, "ENOBUFS"),
+    (libc::EDQUOT, "EDQUOT"),
+];
+
+/// Returns the name of an error.
+pub fn errno_name(errno: i32) -> &'static str {
+    ERRNOS.iter().find(|(number, _)| *number == errno).map_or("E?", |(_, name)| name)
+}
+
+/// Returns the error of this name.
+pub fn errno_of(name: &str) -> Option<i32> {
+    ERRNOS.iter().find(|(_, known)| *known == name).map(|(number, _)| *number)
+}

@@ -1,0 +1,379 @@
+//! The sweep of failing system calls: each scene runs once to number the calls of the server's own code,
+//! and then again and again, each time with one of them failing.
+//!
+//! A [`Case`] is a call, how it fails, for how long, and how the server ends. After it two servers without
+//! failures are started, and judged by the [oracle](crate::oracle): all that was answered is there or was
+//! reported as lost, nothing hangs, the server starts, its exit status is true, and a refusal is a
+//! sentence. The cases of a run are drawn from its seed; the run's report has for each finding the line
+//! that repeats it.
+
+mod fault;
+mod judge;
+mod kinds;
+mod life;
+mod model;
+mod ptrace;
+mod scenes;
+mod tracer;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use freestone_testkit::Rng;
+use tempfile::TempDir;
+
+pub use self::fault::{Case, Site};
+use self::fault::{End, Extent, How};
+use self::life::{Life, Place};
+use self::model::Model;
+use self::scenes::{SCENES, Scene};
+use self::tracer::Arm;
+use super::server;
+
+/// Of the calls of one kind on one object, this many are failed, and the last one.
+const ORDINALS_MAX: u32 = 6;
+/// Scenes wait for disks and for the server's own times, so more of them run than there are processors.
+const WORKERS: usize = 4;
+/// Directory that is copied for each run.
+const DIR: &str = "run";
+const KEPT_DIR: &str = "prepared";
+
+/// Which cases are run.
+#[derive(Debug, Clone, Default)]
+pub struct Choice {
+    /// Only these scenes; all if there are none.
+    pub scenes: Vec<String>,
+    /// At most this many cases.
+    pub cases: Option<usize>,
+    /// At most so long.
+    pub time: Option<Duration>,
+}
+
+/// One row of the table.
+#[derive(Debug, Clone, Default)]
+struct Row {
+    /// Calls that were numbered, and those of them that differ.
+    calls: usize,
+    sites: usize,
+    /// Cases that there are.
+    cases: usize,
+    runs: usize,
+    /// Runs in which the call was not met.
+    unmet: usize,
+    findings: usize,
+}
+
+/// What a sweep has found.
+#[derive(Debug, Clone, Default)]
+pub struct Report {
+    rows: BTreeMap<String, Row>,
+    findings: Vec<(Case, Vec<String>)>,
+}
+
+impl Report {
+    /// Returns true if nothing was found.
+    pub fn is_clean(&self) -> bool {
+        self.findings.is_empty()
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (case, what) in &self.findings {
+            let what = what.first().and_then(|what| what.lines().next()).unwrap_or_default();
+            writeln!(f, "{case}: {what}")?;
+        }
+        let head = ["scene", "calls", "sites", "cases", "runs", "unmet", "findings"];
+        writeln!(
+            f,
+            "{:<10} {:>7} {:>7} {:>7} {:>7} {:>7} {:>9}",
+            head[0], head[1], head[2], head[3], head[4], head[5], head[6]
+        )?;
+        for (scene, row) in &self.rows {
+            let Row { calls, sites, cases, runs, unmet, findings } = row;
+            writeln!(f, "{scene:<10} {calls:>7} {sites:>7} {cases:>7} {runs:>7} {unmet:>7} {findings:>9}")?;
+        }
+        Ok(())
+    }
+}
+
+/// A scene whose first server has ended: what each run begins with.
+struct Prepared {
+    scene: &'static Scene,
+    root: TempDir,
+    model: Model,
+}
+
+impl Prepared {
+    fn new(scene: &'static Scene, program: &Path) -> Result<Self, String> {
+        let root = tempfile::Builder::new().prefix("torture-calls-").tempdir().map_err(|e| e.to_string())?;
+        let dir = root.path().join(DIR);
+        fs::create_dir(&dir).map_err(|e| e.to_string())?;
+        let mut model = Model::default();
+        let devices = (scene.prepare)(&dir, &mut model);
+        let words: Vec<&str> = scene.words.iter().copied().chain(devices).collect();
+        let place = Place { program, dir };
+        let mut life = Life::start(&place, &mut model, &words, Arm::Never, None)
+            .map_err(|(said, ended)| format!("{}: {}: {said}", scene.name, ended.status))?;
+        (scene.settle)(&mut life);
+        let (ended, findings) = life.end(End::Told);
+        if !findings.is_empty() {
+            return Err(format!("{}: before any call failed: {findings:?}", scene.name));
+        }
+        if !ended.status.success() {
+            return Err(format!("{}: {}\n{}", scene.name, ended.status, server::log_tail(&place.dir)));
+        }
+        fs::remove_file(place.dir.join(server::LOG)).map_err(|e| e.to_string())?;
+        let prepared = Self { scene, root, model };
+        copy(&place.dir, &prepared.root.path().join(KEPT_DIR))?;
+        Ok(prepared)
+    }
+
+    /// Runs the scene with a case, or with none. `held`: what the server has at the end of the script if no
+    /// call fails.
+    fn run(&self, program: &Path, case: Option<&Case>, held: Held) -> Result<Run, String> {
+        let dir = self.root.path().join(DIR);
+        fs::remove_dir_all(&dir).map_err(|e| e.to_string())?;
+        copy(&self.root.path().join(KEPT_DIR), &dir)?;
+        let (mut model, place) = (self.model.clone(), Place { program, dir });
+        let Scene { words, arm, script, .. } = *self.scene;
+        let started = Life::start(&place, &mut model, words, arm, case);
+        let mut run = Run::default();
+        let is_exact = match started {
+            Ok(mut life) => {
+                judge::look(&mut life, true);
+                script(&mut life);
+                life.server.end_script();
+                match case {
+                    None => {
+                        (run.script, run.held) = (life.server.sites().len(), life.server.held(&place.dir));
+                    }
+                    Some(case) if case.extent == Extent::Once => life.check_held(held),
+                    Some(_) => {}
+                }
+                let (ended, findings) = life.end(case.map_or(End::Told, |case| case.end));
+                (run.hits, run.sites, run.findings) = (ended.hits, ended.sites, findings);
+                !ended.is_killed && ended.status.success()
+            }
+            Err((said, ended)) => {
+                run.hits = ended.hits;
+                if ended.hits == 0 {
+                    return Err(format!("{}: {}: {said}", self.scene.name, ended.status));
+                }
+                run.findings = failed_start(case, &place, &said, &ended);
+                // No client has written. A server that was killed may have gone further than it said.
+                !ended.is_killed
+            }
+        };
+        if run.findings.is_empty() {
+            run.findings = judge::judge(&place, &mut model, words, is_exact);
+        }
+        if !run.findings.is_empty() {
+            run.log = server::log_tail(&place.dir);
+        }
+        Ok(run)
+    }
+}
+
+/// What is wrong with a start that has failed since a call did.
+fn failed_start(case: Option<&Case>, place: &Place<'_>, said: &str, ended: &life::Ended) -> Vec<String> {
+    let log = server::log_tail(&place.dir);
+    let mut findings = Vec::new();
+    if said.starts_with("HANG") {
+        findings.push(said.to_owned());
+    } else if !ended.is_killed && ended.status.code() != Some(1) {
+        findings.push(format!("the start dies: {}", ended.status));
+    } else if !ended.is_killed && !log.lines().any(|line| line.contains("freestone: ")) {
+        findings.push("the start fails, and says nothing".to_owned());
+    }
+    let is_of_device = case.is_some_and(|case| {
+        let object = &case.site.object;
+        Path::new(object).extension().is_some_and(|kind| kind == "img") || object.starts_with("exports/")
+    });
+    if is_of_device && !ended.is_killed {
+        findings.push(format!("the server does not start as one device or export fails\n{log}"));
+    }
+    findings
+}
+
+/// Descriptors and threads of a server.
+type Held = (usize, usize);
+
+/// A run of a scene, and what was wrong.
+#[derive(Default)]
+struct Run {
+    /// All calls.
+    sites: Vec<Site>,
+    /// How many of the calls belong to the script and not to the end.
+    script: usize,
+    /// What the server has at the end of the script.
+    held: Held,
+    hits: u32,
+    findings: Vec<String>,
+    log: String,
+}
+
+fn copy(from: &Path, to: &Path) -> Result<(), String> {
+    let status = Command::new("cp").arg("-a").arg(from).arg(to).status().map_err(|e| e.to_string())?;
+    if status.success() { Ok(()) } else { Err(format!("cp: {status}")) }
+}
+
+/// Runs the cases that the seed chooses.
+///
+/// # Errors
+/// The sweep itself went wrong.
+pub fn calls(seed: u64, choice: &Choice, program: &Path) -> Result<Report, String> {
+    let began = Instant::now();
+    let mut report = Report::default();
+    let mut rng = Rng::new(seed);
+    let mut all: Vec<Case> = Vec::new();
+    let mut held = BTreeMap::new();
+    let is_chosen =
+        |scene: &&Scene| choice.scenes.is_empty() || choice.scenes.iter().any(|name| name == scene.name);
+    for scene in SCENES.iter().filter(is_chosen) {
+        let run = number(scene, program)?;
+        held.insert(scene.name.to_owned(), run.held);
+        let cases = cases(scene.name, &run, &mut rng);
+        let row = report.rows.entry(scene.name.to_owned()).or_default();
+        (row.calls, row.cases) = (run.sites.len(), cases.len());
+        row.sites = distinct(&run.sites).len();
+        all.extend(cases);
+    }
+    shuffle(&mut all, &mut rng);
+    all.truncate(choice.cases.unwrap_or(usize::MAX));
+    let end = choice.time.map(|time| began + time);
+    sweep(&mut report, all, &held, end, program)?;
+    Ok(report)
+}
+
+/// Runs one case again.
+///
+/// # Errors
+/// The sweep itself went wrong.
+pub fn again(line: &str, program: &Path) -> Result<Report, String> {
+    let case: Case = line.parse()?;
+    let mut report = Report::default();
+    report.rows.entry(case.scene.clone()).or_default().cases = 1;
+    let held = BTreeMap::from([(case.scene.clone(), number(scene_of(&case)?, program)?.held)]);
+    sweep(&mut report, vec![case], &held, None, program)?;
+    Ok(report)
+}
+
+/// Runs a scene without a failure.
+fn number(scene: &'static Scene, program: &Path) -> Result<Run, String> {
+    let run = Prepared::new(scene, program)?.run(program, None, Held::default())?;
+    if run.findings.is_empty() {
+        return Ok(run);
+    }
+    Err(format!("{}: no call failed: {:?}\n{}", scene.name, run.findings, run.log))
+}
+
+fn scene_of(case: &Case) -> Result<&'static Scene, String> {
+    let scene = SCENES.iter().find(|scene| scene.name == case.scene);
+    scene.ok_or_else(|| format!("{}: unknown scene", case.scene))
+}
+
+fn shuffle<T>(all: &mut [T], rng: &mut Rng) {
+    for at in (1..all.len()).rev() {
+        all.swap(at, rng.below(at as u64 + 1) as usize);
+    }
+}
+
+/// Runs cases side by side until the time is over. The last cases come first.
+fn sweep(
+    report: &mut Report,
+    cases: Vec<Case>,
+    held: &BTreeMap<String, Held>,
+    end: Option<Instant>,
+    program: &Path,
+) -> Result<(), String> {
+    let (queue, outcome) = (Mutex::new(cases), Mutex::new((report, Ok(()))));
+    let next = || {
+        let is_late = end.is_some_and(|end| Instant::now() >= end);
+        if is_late { None } else { queue.lock().unwrap_or_else(PoisonError::into_inner).pop() }
+    };
+    let work = || {
+        let mut prepared: BTreeMap<String, Prepared> = BTreeMap::new();
+        while let Some(case) = next() {
+            let held = held.get(&case.scene).copied().unwrap_or_default();
+            let ran = one(&mut prepared, &case, held, program);
+            let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
+            let (report, failed) = &mut *outcome;
+            match ran {
+                Ok(run) => {
+                    let row = report.rows.entry(case.scene.clone()).or_default();
+                    row.runs += 1;
+                    row.unmet += usize::from(run.hits == 0);
+                    if !run.findings.is_empty() {
+                        row.findings += 1;
+                        println!("{case}");
+                        run.findings.iter().for_each(|what| println!("    {}", what.replace('\n', "\n    ")));
+                        println!("    log: {}", run.log.replace('\n', "\n    log: "));
+                        report.findings.push((case, run.findings));
+                    }
+                }
+                Err(why) => {
+                    *failed = Err(format!("{case}: {why}"));
+                    return;
+                }
+            }
+        }
+    };
+    thread::scope(|scope| {
+        for _ in 0..WORKERS {
+            scope.spawn(work);
+        }
+    });
+    outcome.into_inner().unwrap_or_else(PoisonError::into_inner).1
+}
+
+fn one(
+    prepared: &mut BTreeMap<String, Prepared>,
+    case: &Case,
+    held: Held,
+    program: &Path,
+) -> Result<Run, String> {
+    if !prepared.contains_key(&case.scene) {
+        prepared.insert(case.scene.clone(), Prepared::new(scene_of(case)?, program)?);
+    }
+    prepared[&case.scene].run(program, Some(case), held)
+}
+
+/// Returns the calls to fail: of each kind and object the first ones and the last one.
+fn distinct(sites: &[Site]) -> Vec<Site> {
+    let mut last: BTreeMap<(&str, &str), u32> = BTreeMap::new();
+    for site in sites {
+        last.insert((&site.call, &site.object), site.nth);
+    }
+    let is_one = |site: &&Site| site.nth <= ORDINALS_MAX || last[&(&*site.call, &*site.object)] == site.nth;
+    sites.iter().filter(is_one).cloned().collect()
+}
+
+/// Returns a case for each call and way to fail. How long it fails and how the server ends is drawn.
+fn cases(scene: &str, run: &Run, rng: &mut Rng) -> Vec<Case> {
+    let mut cases = Vec::new();
+    let of_script: BTreeSet<&Site> = run.sites[..run.script].iter().collect();
+    for site in distinct(&run.sites) {
+        let Some(kind) = site.kind() else { continue };
+        for how in How::all(kind) {
+            let is_met = |extent: &&Extent| **extent != Extent::Script || of_script.contains(&site);
+            let extents: Vec<&Extent> = how.extents().iter().filter(is_met).collect();
+            let extent = *extents[rng.below(extents.len() as u64) as usize];
+            // A server that is killed after the script does not come to the calls of its end.
+            let ends: &[End] = if of_script.contains(&site) {
+                &[End::Told, End::Told, End::Killed, End::There]
+            } else {
+                &[End::Told, End::There]
+            };
+            let end = ends[rng.below(ends.len() as u64) as usize];
+            cases.push(Case { scene: scene.to_owned(), site: site.clone(), how, extent, end });
+        }
+    }
+    cases
+}

@@ -1,0 +1,489 @@
+//! A server under a tracer, which numbers its system calls and has chosen ones fail.
+//!
+//! The thread that starts the server traces it until it has ended, since Linux binds a traced process to a
+//! thread. [`Record`] is shared with it. A second thread kills a server that takes longer for a step than
+//! [`STEP_MAX`].
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{self, BufRead as _, BufReader};
+use std::os::unix::fs::FileExt as _;
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{ChildStdout, Command, ExitStatus};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use libc::{c_int, c_long, pid_t, user_regs_struct};
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::super::server;
+use super::fault::{Case, End, Extent, How, Site};
+use super::kinds::{KINDS, Kind, MARKER, Subject};
+use super::ptrace::{self, Stop};
+
+/// Longest time for one step of a script. A server's end takes up to 12 s by its own limits.
+const STEP_MAX: Duration = Duration::from_secs(30);
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+const PATH_MAX_BYTES: usize = 4096;
+
+/// When calls are numbered and fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arm {
+    /// Never.
+    Never,
+    /// From the beginning of `serve` on.
+    AtStart,
+    /// Once the script says so.
+    Later,
+}
+
+/// What the tracer was told and what it saw.
+#[derive(Debug, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "any of them go together")]
+struct Record {
+    waits_for_marker: bool,
+    is_armed: bool,
+    case: Option<Case>,
+    /// The chosen call was met; later ones fail too if the case says so.
+    has_begun: bool,
+    /// The script is over.
+    is_over: bool,
+    counts: HashMap<(&'static str, String), u32>,
+    sites: Vec<Site>,
+    /// Calls that failed.
+    hits: u32,
+    /// The tracer has killed the server at the call.
+    is_killed: bool,
+    status: Option<ExitStatus>,
+}
+
+/// A server that is traced.
+pub struct Traced {
+    shared: Arc<Shared>,
+    pid: pid_t,
+    output: BufReader<ChildStdout>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct Shared {
+    record: Mutex<Record>,
+    changed: Condvar,
+    /// The step that runs, and since when.
+    step: Mutex<Option<(String, Instant)>>,
+    /// The step that took too long, and what the server's threads did.
+    hung: Mutex<Option<String>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic of another thread fails the run anyway.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Traced {
+    /// Starts a server whose calls are numbered, and of which those of `case` fail.
+    pub fn start(command: Command, dir: &Path, arm: Arm, case: Option<&Case>) -> io::Result<Self> {
+        let shared = Arc::new(Shared::default());
+        {
+            let mut record = lock(&shared.record);
+            record.waits_for_marker = arm == Arm::AtStart;
+            record.case = case.cloned();
+        }
+        let (tell, told) = mpsc::channel();
+        let (own, dir) = (Arc::clone(&shared), dir.to_owned());
+        let tracer =
+            thread::Builder::new().name("tracer".into()).spawn(move || trace(command, &dir, &own, &tell))?;
+        let (pid, output) = told.recv().map_err(|_| io::Error::other("the tracer ended"))??;
+        let own = Arc::clone(&shared);
+        let watchdog = thread::Builder::new().name("watchdog".into()).spawn(move || watch(pid, &own))?;
+        Ok(Self { shared, pid, output: BufReader::new(output), threads: vec![tracer, watchdog] })
+    }
+
+    /// Waits until the server says that it is ready. The error is what it said instead.
+    pub fn wait_ready(&mut self) -> Result<(), String> {
+        self.step("start");
+        let mut said = String::new();
+        // The line about the control socket is the last one.
+        while !said.contains("control: ") {
+            if !matches!(self.output.read_line(&mut said), Ok(bytes) if bytes > 0) {
+                return Err(said);
+            }
+        }
+        Ok(())
+    }
+
+    /// Begins to number calls.
+    pub fn arm(&self) {
+        lock(&self.shared.record).is_armed = true;
+    }
+
+    /// Ends failures that last as long as the script.
+    pub fn end_script(&self) {
+        lock(&self.shared.record).is_over = true;
+    }
+
+    /// Names what is waited for from now on.
+    pub fn step(&self, what: impl Into<String>) {
+        *lock(&self.shared.step) = Some((what.into(), Instant::now()));
+    }
+
+    /// Returns how many calls have failed.
+    pub fn hits(&self) -> u32 {
+        lock(&self.shared.record).hits
+    }
+
+    /// Returns all calls that were numbered.
+    pub fn sites(&self) -> Vec<Site> {
+        lock(&self.shared.record).sites.clone()
+    }
+
+    /// Returns true if the tracer has killed the server.
+    pub fn is_killed(&self) -> bool {
+        lock(&self.shared.record).is_killed
+    }
+
+    /// Returns the step that took too long.
+    pub fn hung(&self) -> Option<String> {
+        lock(&self.shared.hung).clone()
+    }
+
+    /// Returns how many descriptors and threads the server has.
+    pub fn held(&self, dir: &Path) -> (usize, usize) {
+        let held = Pid::from_raw(self.pid).map(|pid| server::Held::of(pid, dir)).unwrap_or_default();
+        (held.descriptors.values().sum(), held.threads.values().sum())
+    }
+
+    /// Returns true if the server has ended.
+    pub fn has_ended(&self) -> bool {
+        lock(&self.shared.record).status.is_some()
+    }
+
+    /// Sends a signal.
+    pub fn signal(&self, signal: Signal) {
+        if !self.has_ended() {
+            kill(self.pid, signal);
+        }
+    }
+
+    /// Waits for the end, which the watchdog sees to.
+    pub fn wait(&self) -> ExitStatus {
+        let mut record = lock(&self.shared.record);
+        loop {
+            if let Some(status) = record.status {
+                return status;
+            }
+            record = self.shared.changed.wait(record).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl Drop for Traced {
+    fn drop(&mut self) {
+        self.signal(Signal::KILL);
+        for thread in self.threads.drain(..) {
+            // It has nothing to return.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn kill(pid: pid_t, signal: Signal) {
+    if let Some(pid) = Pid::from_raw(pid) {
+        // The process may have ended just now.
+        let _ = kill_process(pid, signal);
+    }
+}
+
+/// Kills a server that hangs.
+fn watch(pid: pid_t, shared: &Shared) {
+    while lock(&shared.record).status.is_none() {
+        thread::sleep(LOOK_EVERY);
+        let step = lock(&shared.step).clone();
+        let Some((what, since)) = step.filter(|(_, since)| since.elapsed() > STEP_MAX) else { continue };
+        let hung = format!("{what}: no end after {} s\n{}", since.elapsed().as_secs(), stacks(pid));
+        lock(&shared.hung).get_or_insert(hung);
+        kill(pid, Signal::KILL);
+    }
+}
+
+/// Returns what each thread of a process waits for.
+fn stacks(pid: pid_t) -> String {
+    let mut lines = Vec::new();
+    for entry in fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten() {
+        let read = |name: &str| fs::read_to_string(entry.path().join(name)).unwrap_or_default();
+        let (comm, channel) = (read("comm"), read("wchan"));
+        lines.push(format!("    {} {channel}", comm.trim_end()));
+    }
+    lines.join("\n")
+}
+
+type Begun = io::Result<(pid_t, ChildStdout)>;
+
+fn trace(mut command: Command, dir: &Path, shared: &Shared, tell: &mpsc::Sender<Begun>) {
+    let mut numbers: Vec<c_long> = KINDS.iter().map(|kind| kind.number).chain([MARKER.0]).collect();
+    numbers.dedup();
+    let begun = ptrace::spawn(&mut command, ptrace::filter(&numbers)).and_then(|mut child| {
+        let output = child.stdout.take().ok_or_else(|| io::Error::other("no output"))?;
+        let pid = child.id() as pid_t;
+        let Some((_, Stop::Signal(_))) = ptrace::wait()? else {
+            return Err(io::Error::other("the server did not stop before its first instruction"));
+        };
+        ptrace::set_options(pid)?;
+        Ok((pid, output))
+    });
+    let (pid, output) = match begun {
+        Ok(begun) => begun,
+        Err(error) => {
+            let _ = tell.send(Err(error));
+            return;
+        }
+    };
+    let mut tracer = Tracer {
+        pid,
+        dir: dir.to_owned(),
+        program: command.get_program().into(),
+        own: None,
+        replaced: HashMap::new(),
+    };
+    let _ = tell.send(Ok((pid, output)));
+    ptrace::go_on(pid, 0);
+    while let Ok(Some((thread, stop))) = ptrace::wait() {
+        match stop {
+            Stop::Ended(status) if thread == pid => {
+                lock(&shared.record).status = Some(ExitStatus::from_raw(status));
+                shared.changed.notify_all();
+            }
+            Stop::Ended(_) => {}
+            Stop::Call => tracer.call(thread, shared),
+            Stop::Done => tracer.done(thread, shared),
+            // A new thread begins with it.
+            Stop::Other | Stop::Signal(libc::SIGSTOP) => ptrace::go_on(thread, 0),
+            Stop::Signal(signal) => ptrace::go_on(thread, signal),
+        }
+    }
+    let mut record = lock(&shared.record);
+    // Where the tracer failed, nobody waits for ever.
+    record.status.get_or_insert(ExitStatus::from_raw(libc::SIGKILL));
+    shared.changed.notify_all();
+}
+
+struct Tracer {
+    pid: pid_t,
+    dir: PathBuf,
+    program: PathBuf,
+    /// Addresses of the program itself, once they are looked up.
+    own: Option<(u64, u64)>,
+    /// Calls that are being made and fail after that, by thread.
+    replaced: HashMap<pid_t, c_int>,
+}
+
+/// What becomes of a call.
+enum Fate {
+    Is(How),
+    Well,
+}
+
+impl Tracer {
+    fn call(&mut self, thread: pid_t, shared: &Shared) {
+        let Ok(mut registers) = ptrace::registers(thread) else { return ptrace::go_on(thread, 0) };
+        match self.fate(thread, &registers, shared) {
+            Fate::Well => ptrace::go_on(thread, 0),
+            Fate::Is(How::Fails(errno)) => {
+                // No call of this number: the kernel returns what stands in rax.
+                registers.orig_rax = u64::MAX;
+                registers.rax = i64::from(-errno) as u64;
+                ptrace::set_registers(thread, &registers);
+                self.failed(thread, shared);
+            }
+            Fate::Is(How::Done(errno)) => {
+                self.replaced.insert(thread, errno);
+                ptrace::make_call(thread);
+            }
+            Fate::Is(How::Short) => {
+                registers.rdx = (registers.rdx / 2).max(1);
+                ptrace::set_registers(thread, &registers);
+                self.replaced.insert(thread, 0);
+                ptrace::make_call(thread);
+            }
+        }
+    }
+
+    /// The call has been made.
+    fn done(&mut self, thread: pid_t, shared: &Shared) {
+        let Some(errno) = self.replaced.remove(&thread) else { return ptrace::go_on(thread, 0) };
+        if errno != 0
+            && let Ok(mut registers) = ptrace::registers(thread)
+        {
+            registers.rax = i64::from(-errno) as u64;
+            ptrace::set_registers(thread, &registers);
+        }
+        self.failed(thread, shared);
+    }
+
+    /// The call has failed, and the thread is about to see it.
+    fn failed(&self, thread: pid_t, shared: &Shared) {
+        let mut record = lock(&shared.record);
+        record.hits += 1;
+        if record.case.as_ref().is_some_and(|case| case.end == End::There) {
+            record.is_killed = true;
+            drop(record);
+            return kill(self.pid, Signal::KILL);
+        }
+        drop(record);
+        ptrace::go_on(thread, 0);
+    }
+
+    /// Numbers a call, and decides whether it fails.
+    fn fate(&mut self, thread: pid_t, registers: &user_regs_struct, shared: &Shared) -> Fate {
+        let number = registers.orig_rax as c_long;
+        let arguments =
+            [registers.rdi, registers.rsi, registers.rdx, registers.r10, registers.r8, registers.r9];
+        {
+            let mut record = lock(&shared.record);
+            if number == MARKER.0 {
+                if record.waits_for_marker && arguments[0] == MARKER.1 {
+                    (record.waits_for_marker, record.is_armed) = (false, true);
+                }
+                return Fate::Well;
+            }
+            if !record.is_armed {
+                return Fate::Well;
+            }
+        }
+        let is_it = |kind: &&Kind| {
+            kind.number == number
+                && kind.only.is_none_or(|(at, value)| arguments[at] & u64::from(u32::MAX) == value)
+        };
+        let Some(kind) = KINDS.iter().find(is_it) else { return Fate::Well };
+        if kind.number == libc::SYS_mmap && !self.is_own(registers) {
+            return Fate::Well;
+        }
+        let Some(object) = self.object(thread, kind, &arguments) else { return Fate::Well };
+        let mut record = lock(&shared.record);
+        let count = record.counts.entry((kind.name, object.clone())).or_default();
+        *count += 1;
+        let site = Site { call: kind.name.to_owned(), object, nth: *count };
+        let (has_begun, is_over) = (record.has_begun, record.is_over);
+        let how = record.case.as_ref().and_then(|case| {
+            let is_chosen = case.site == site;
+            let is_later = has_begun && case.site.call == site.call;
+            let fails = match case.extent {
+                Extent::Once => is_chosen,
+                Extent::Script => (is_chosen || is_later) && !is_over,
+                Extent::Ever => is_chosen || is_later,
+            };
+            fails.then_some(case.how)
+        });
+        record.has_begun |= how.is_some();
+        record.sites.push(site);
+        how.map_or(Fate::Well, Fate::Is)
+    }
+
+    /// Memory that an allocator maps is not the server's: without it std aborts.
+    fn is_own(&mut self, registers: &user_regs_struct) -> bool {
+        const ANONYMOUS: u64 = libc::MAP_ANONYMOUS as u64;
+        let program = self.program.to_string_lossy();
+        let (first, last) = *self.own.get_or_insert_with(|| {
+            let maps = fs::read_to_string(format!("/proc/{}/maps", self.pid)).unwrap_or_default();
+            let ranges = maps.lines().filter(|line| line.ends_with(&*program)).filter_map(|line| {
+                let (first, last) = line.split_whitespace().next()?.split_once('-')?;
+                Some((u64::from_str_radix(first, 16).ok()?, u64::from_str_radix(last, 16).ok()?))
+            });
+            ranges.reduce(|(first, _), (_, last)| (first, last)).unwrap_or_default()
+        });
+        registers.r10 & ANONYMOUS == 0 || (first..last).contains(&registers.rip)
+    }
+
+    /// Returns the name of what a call is about; None if the call is not numbered.
+    fn object(&self, thread: pid_t, kind: &Kind, arguments: &[u64; 6]) -> Option<String> {
+        let link = |fd: u64| fs::read_link(format!("/proc/{thread}/fd/{}", fd as c_int)).ok();
+        let path = match kind.subject {
+            Subject::None => return Some("-".to_owned()),
+            Subject::Path(at) => PathBuf::from(self.text(arguments[at])?),
+            Subject::PathAt(fd, at) => {
+                // A look at a descriptor may have no path at all.
+                let path = PathBuf::from(self.text(arguments[at]).unwrap_or_default());
+                if path.is_absolute() || arguments[fd] as c_int == libc::AT_FDCWD {
+                    path
+                } else {
+                    let of = link(arguments[fd])?;
+                    if path.as_os_str().is_empty() { of } else { of.join(path) }
+                }
+            }
+            Subject::File(at) => link(arguments[at]).filter(|path| path.is_absolute())?,
+            Subject::Descriptor(at) => link(arguments[at])?,
+        };
+        // Directories above that of the run have other names each time.
+        if path != self.dir && path.has_root() && self.dir.starts_with(&path) {
+            return Some("above".to_owned());
+        }
+        let text = path.to_string_lossy();
+        // A library that is loaded at run time is not the server's.
+        if text.starts_with("/usr/lib") || text.starts_with("/lib") || text.starts_with("/etc/ld.so") {
+            return None;
+        }
+        let text = text.strip_prefix(&*self.dir.to_string_lossy()).unwrap_or(&text);
+        let text = text.trim_start_matches("./").trim_start_matches('/');
+        // Standard error; without it nobody could judge what the server says.
+        if text == server::LOG { None } else { Some(normal(text)) }
+    }
+
+    /// Reads a string of the server.
+    fn text(&self, address: u64) -> Option<String> {
+        if address == 0 {
+            return None;
+        }
+        let memory = File::open(format!("/proc/{}/mem", self.pid)).ok()?;
+        let mut bytes = vec![0; PATH_MAX_BYTES];
+        let got = memory.read_at(&mut bytes, address).ok()?;
+        let len = bytes[..got].iter().position(|&byte| byte == 0)?;
+        bytes.truncate(len);
+        String::from_utf8(bytes).ok()
+    }
+}
+
+/// Replaces what differs between runs: UUIDs, numbers, and what a name has instead of a path.
+fn normal(text: &str) -> String {
+    let mut normal = String::new();
+    let is_word =
+        |part: &str| part.len() >= 16 && part.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
+    for part in text.split_inclusive(['/', '.', ' ', ':']) {
+        let (word, end) = match part.char_indices().last() {
+            Some((at, last)) if "/. :".contains(last) => part.split_at(at),
+            _ => (part, ""),
+        };
+        if is_word(word) {
+            normal.push('#');
+        } else {
+            for c in word.chars() {
+                match c {
+                    '0'..='9' if normal.ends_with('#') => {}
+                    '0'..='9' => normal.push('#'),
+                    c => normal.push(c),
+                }
+            }
+        }
+        normal.push_str(if end == " " { "_" } else { end });
+    }
+    if normal.is_empty() { ".".to_owned() } else { normal }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::normal;
+
+    #[test]
+    fn numbers_and_uuids_are_one_sign_in_names() {
+        let names = [
+            ("state/content/0f3a9c0f3a9c4d5e8f00112233445566/12.whole", "state/content/#/#.whole"),
+            ("socket:[4711]", "socket:[#]"),
+            ("memfd:pool 3 (deleted)", "memfd:pool_#_(deleted)"),
+            ("", "."),
+        ];
+        for (name, wanted) in names {
+            assert_eq!(normal(name), wanted);
+        }
+    }
+}
