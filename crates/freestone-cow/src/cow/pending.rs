@@ -173,9 +173,9 @@ impl<'a> Preparing<'a> {
         if is_empty {
             // All of it is in the origin: a crash came before the mark was removed, or a kernel
             // finished the merge.
-            let notes = self.core.notes.as_ref().filter(|_| noted.is_some());
+            let beside = self.core.notes.as_ref().filter(|_| noted.is_some());
             // A new exception in a store with a mark would be merged into the origin.
-            if notes.is_some_and(|notes| !notes.merge_ended()) {
+            if beside.is_some_and(|beside| !beside.merge_ended()) {
                 return Err(SetupError::NoteStays);
             }
             return store.unmark_merge().map_err(|error| match error {
