@@ -40,7 +40,7 @@ pub fn of_state(
 ) -> Result<(Vec<Begun>, Late), Fault> {
     let mut again = Again::new(service, topology.clone())?;
     let specs: Vec<Spec> = topology.devices().filter_map(|device| device.words.parse().ok()).collect();
-    let ahead = service.registry.open_ahead(specs.iter());
+    let ahead = service.registry.ahead.begin(specs.iter());
     let families = pending(topology, &ahead, until);
     let left: HashSet<&str> = families.iter().flatten().map(|device| device.name.as_str()).collect();
     let there = topology.devices().filter(|device| !left.contains(device.name.as_str()));

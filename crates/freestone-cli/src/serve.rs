@@ -169,7 +169,7 @@ impl Running {
         let (control_access, read_only_access) = (access.control.is, access.control_read_only.is);
         let service = Service::new(limits, access, tls);
         let registry = Arc::downgrade(&service.registry);
-        events.at_signal(move || _ = registry.upgrade().map(|registry| registry.abandon_ahead()));
+        events.at_signal(move || _ = registry.upgrade().map(|registry| registry.ahead.abandon()));
         service.exports.tls.begin(&service.exports.nbd)?;
         if let Some(control) = &control {
             // First of all, because that tells whether another server is there.
@@ -281,7 +281,7 @@ impl Running {
     fn begin_end(&mut self) -> impl FnOnce() -> Flushed + Send + 'static + use<> {
         self.is_in_use = false;
         self.service.jobs.end_all();
-        self.service.registry.abandon_ahead();
+        self.service.registry.ahead.abandon();
         for entry in self.service.registry.all() {
             // What is held back keeps devices alive, which flush when they end.
             if let Some(faults) = &entry.layers.faults {

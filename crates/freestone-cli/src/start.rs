@@ -109,7 +109,7 @@ fn differences(topology: &Topology, asked: &[Declared], has_file: bool) -> Vec<S
 
 /// Sets up the devices that were asked for.
 pub fn of_words(service: &Service, devices: Vec<Declared>) -> Result<Vec<Begun>, Fault> {
-    let _ahead = service.registry.open_ahead(devices.iter().map(|device| &device.spec));
+    let _ahead = service.registry.ahead.begin(devices.iter().map(|device| &device.spec));
     let mut begun = Vec::with_capacity(devices.len());
     for device in devices {
         let declared = device.is_of_file();

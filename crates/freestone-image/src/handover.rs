@@ -71,10 +71,7 @@ mod models {
 
     use std::io;
 
-    use freestone_core::sync::{
-        Arc, AtomicU32, Condvar, Mutex, MutexGuard,
-        Ordering::{AcqRel, Acquire},
-    };
+    use freestone_core::sync::{Arc, AtomicU32, Condvar, Mutex, MutexGuard, Ordering::SeqCst};
     use loom::thread;
 
     use super::Submission;
@@ -103,15 +100,15 @@ mod models {
         }
 
         fn is_empty(&self, _state: &mut bool) -> bool {
-            self.queued.load(Acquire) == 0
+            self.queued.load(SeqCst) == 0
         }
 
         fn enter(&self) -> io::Result<()> {
-            if self.refusals.load(Acquire) > 0 {
-                self.refusals.fetch_sub(1, AcqRel);
+            if self.refusals.load(SeqCst) > 0 {
+                self.refusals.fetch_sub(1, SeqCst);
                 return Err(io::ErrorKind::WouldBlock.into());
             }
-            self.taken.fetch_add(self.queued.swap(0, AcqRel), AcqRel);
+            self.taken.fetch_add(self.queued.swap(0, SeqCst), SeqCst);
             // The kernel answers.
             self.wake_reaper();
             Ok(())
@@ -126,7 +123,7 @@ mod models {
     impl Ring {
         fn submit(&self) {
             let state = self.lock();
-            self.queued.fetch_add(1, AcqRel);
+            self.queued.fetch_add(1, SeqCst);
             drop(state);
             self.submit_queued();
         }
@@ -139,7 +136,7 @@ mod models {
                     thread::yield_now();
                     continue;
                 }
-                if self.taken.load(Acquire) == count {
+                if self.taken.load(SeqCst) == count {
                     return;
                 }
                 let mut event = self.event.lock();

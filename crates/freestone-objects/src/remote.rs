@@ -257,7 +257,7 @@ impl Objects for Remote {
                 Ok(None) if self.dialect == Dialect::S3 => return self.written(key, bytes, until),
                 Ok(version) => {
                     if matches!(when, When::Unchanged(_)) {
-                        self.takes_bare_tags.store(form == TagForm::Bare, Ordering::Relaxed);
+                        self.takes_bare_tags.store(form == TagForm::Bare, Ordering::SeqCst);
                     }
                     return Ok(version);
                 }

@@ -2,6 +2,7 @@
 #![allow(missing_docs, reason = "test code")]
 
 mod allowed;
+mod budget;
 mod bytes;
 mod common;
 mod contexts;

@@ -334,8 +334,8 @@ impl Keep {
             Durability::Unknown(_) => self.whole_next = true,
         }
         durability.into_result().map_err(failed)?;
-        let wrote = if number > 0 { Wrote::Increment } else { Wrote::Whole };
-        Ok((KeptNow { wrote, pages, lost, file_bytes, when }, unread))
+        let extent = if number > 0 { Wrote::Increment } else { Wrote::Whole };
+        Ok((KeptNow { wrote: extent, pages, lost, file_bytes, when }, unread))
     }
 
     /// Removes what the chain has replaced.

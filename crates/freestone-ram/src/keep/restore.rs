@@ -160,7 +160,7 @@ impl Maker<'_> {
             let has_content = |entry: &Entry| !entry.is_below() && !entry.is_lost();
             // Pages that are lost in any of them stay in the index, alone: there a read fails, and who
             // has lost one is told that it lies below.
-            let lost =
+            let unreadable =
                 chain.iter().fold(Vec::new(), |all, &number| overlay(all, with(of(number), Entry::is_lost)));
             let oldest = with(of(first), has_content);
             let (eager, common) = divide(&oldest, &changed);
@@ -170,13 +170,13 @@ impl Maker<'_> {
             for &number in &chain[1..chain.len() - 1] {
                 known = divide(&known, &with(of(number), Entry::is_below)).1;
             }
-            let known = divide(&known, &lost).1;
+            let known = divide(&known, &unreadable).1;
             let (stays, other) = divide(&with(of(last), has_content), &known);
             put.push(eager);
             put.extend(chain[1..chain.len() - 1].iter().map(|&number| of(number)));
             put.push(join(other, with(of(last), |entry| entry.is_below() || entry.is_lost())));
             // Their pages in the snapshots leave the origin, as when it is written.
-            (join(join(common, stays.clone()), lost), stays)
+            (join(join(common, stays.clone()), unreadable), stays)
         };
         let size = self.nodes[last].size;
         let index = Arc::new(Index { entries: index, parts: Arc::clone(&self.parts), size });

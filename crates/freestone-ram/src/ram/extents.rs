@@ -1,16 +1,20 @@
 //! What lies where: extents, and what a fork or snapshot holds itself.
 
+use super::below::Below;
 use super::chain::View;
 use super::parent::{Here, Parent};
-use super::{Inner, PAGE, Ram, SetupError, next_multiple};
+use super::{Inner, LOGICAL_BLOCK_BYTES, PAGE, Ram, SetupError, next_multiple};
 use freestone_core::device::{
-    self, Buffer, Change, Changes, Completion, Device, Extent, ExtentKind, Geometry, IoBuf, Request, Tried,
-    range_end,
+    self, Buffer, Change, Changes, Completion, Device, Extent, ExtentKind, Flags, Geometry, IoBuf, Op,
+    Request, Tried, range_end,
 };
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::pin::{self, Pin};
 use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
+use freestone_core::zeroes::leading_zeroes;
 
+/// Bytes of what lies below that one look goes through.
+const LOOK_BYTES_MAX: u64 = 1 << 30;
 /// Leaves that one call looks at.
 const TRY_LEAVES: u64 = 64;
 
@@ -82,8 +86,36 @@ impl Inner {
     }
 }
 
+impl Inner {
+    /// Returns true if a request must look at what lies below the device before it goes on.
+    pub(super) fn looks_below(&self, request: &Request, below: &Below) -> bool {
+        let empties = match request.op {
+            Op::Discard => true,
+            Op::WriteZeroes => request.flags.contains(Flags::MAY_FREE),
+            Op::Read | Op::Write | Op::Flush => false,
+        };
+        let is_unknown =
+            empties && !matches!(self.parent, Parent::Nothing) && below.known_until <= request.offset;
+        // A request that is refused looks at nothing.
+        is_unknown && request.check_place(self.size(), LOGICAL_BLOCK_BYTES).is_ok()
+    }
+
+    /// Looks at what lies below the device, from the start of a request on. May wait for a disk.
+    pub(super) fn look_below(&self, request: &Request) -> Below {
+        let (offset, end) = (request.offset, request.offset + request.len);
+        let end = end.min((offset + LOOK_BYTES_MAX) / PAGE * PAGE);
+        let here = self.parent.here();
+        let (zeroes_until, known_until) = leading_zeroes(offset, end, |from, len, row| {
+            below_extents(&self.parent, here.as_ref(), from, from + len, row).map(drop)
+        });
+        // A page that is no whole one of zeroes is data.
+        let known_until = known_until.next_multiple_of(PAGE).min(offset + request.len);
+        Below { zeroes_from: offset, zeroes_until, known_until }
+    }
+}
+
 /// Describes `[from, to)` as it is below. False: that is enough.
-pub(super) fn below_extents(
+fn below_extents(
     parent: &Parent,
     here: Option<&Here>,
     from: u64,

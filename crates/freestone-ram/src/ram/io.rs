@@ -337,7 +337,7 @@ impl Inner {
                 if at.is_multiple_of(PAGE) && end == self.size() {
                     match self
                         .pages
-                        .free_end(view, slot, below.zeroes_until(at) >= end, || end == self.size())
+                        .free_end(view, slot, below.end_of_zeroes(at) >= end, || end == self.size())
                     {
                         Ok(Ok(Some(freed))) => {
                             self.counters.add(counter::NOTIFY_FREE, i64::from(freed));
@@ -362,7 +362,7 @@ impl Inner {
             }
             let last = end / PAGE;
             // Pages with zeroes below need nothing where the device has nothing of its own.
-            let zeroes_end = (below.zeroes_until(at) / PAGE).min(last);
+            let zeroes_end = (below.end_of_zeroes(at) / PAGE).min(last);
             let is_bare = zeroes_end > slot;
             let (last, present) = if is_bare {
                 (zeroes_end, table.next_present(slot, zeroes_end))
@@ -404,7 +404,7 @@ impl Inner {
         below: &Below,
     ) -> device::Result<Result<Patched, Waits>> {
         let slot = from / PAGE;
-        let leaf = if view.parent.reaches(slot) && below.zeroes_until(from) < to {
+        let leaf = if view.parent.reaches(slot) && below.end_of_zeroes(from) < to {
             Some(view.layer.table().leaf_or_new(slot)?)
         } else {
             view.layer.table().leaf(slot).filter(|leaf| leaf.peek(slot) != Word::EMPTY)

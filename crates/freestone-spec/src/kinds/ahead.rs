@@ -1,8 +1,8 @@
 //! Far devices that a start opens side by side: exports of NBD servers, images in RBD and in stores.
 //!
-//! [`Registry::open_ahead`] begins to open them on threads of its own. When such a device has its turn,
+//! [`Ahead::begin`] begins to open them on threads of its own. When such a device has its turn,
 //! [`Ahead::open`] waits for that. So a start waits for servers that do not answer within the longest
-//! of their timeouts, and [`Registry::abandon_ahead`] ends the wait.
+//! of their timeouts, and [`Ahead::abandon`] ends the wait.
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
@@ -11,7 +11,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::Spec;
-use super::registry::Registry;
 use crate::refusal::{Errno, Refusal};
 
 /// Devices that are opened at once.
@@ -43,36 +42,36 @@ pub fn opener<T: Send + 'static>(open: impl FnOnce() -> Result<T, Refusal> + Sen
     Box::new(move || Box::new(open()))
 }
 
-impl Registry {
+impl Ahead {
     /// Begins to open those devices that are far. If no thread can be started, they are opened in their
     /// turn. What was opened and is not wanted closes when the guard is dropped.
     #[must_use]
-    pub fn open_ahead<'a>(&self, specs: impl Iterator<Item = &'a Spec>) -> OpenAhead {
+    pub fn begin<'a>(self: &Arc<Self>, specs: impl Iterator<Item = &'a Spec>) -> OpenAhead {
         let openers = specs.filter_map(|spec| Some((spec.name.clone(), spec.kind.opener(spec)?)));
         let openers: VecDeque<_> = openers.collect();
         let threads = openers.len().min(THREADS_MAX);
-        let mut state = self.ahead.lock();
+        let mut state = self.lock();
         state.outcomes = openers.iter().map(|(name, _)| (name.clone(), None)).collect();
         state.queue = openers;
         drop(state);
         for _ in 0..threads {
-            let ahead = Arc::clone(&self.ahead);
+            let ahead = Arc::clone(self);
             let run = move || while ahead.open_next() {};
             if thread::Builder::new().name("open".into()).spawn(run).is_err() {
                 break;
             }
         }
-        OpenAhead(Arc::clone(&self.ahead))
+        OpenAhead(Arc::clone(self))
     }
 
     /// Has those who wait for such devices, and who will, fail.
-    pub fn abandon_ahead(&self) {
-        let mut state = self.ahead.lock();
+    pub fn abandon(&self) {
+        let mut state = self.lock();
         state.is_abandoned = true;
         let queue = std::mem::take(&mut state.queue);
         drop(state);
         drop(queue);
-        self.ahead.changed.notify_all();
+        self.changed.notify_all();
     }
 }
 

@@ -43,8 +43,8 @@ use freestone::ram::{Family, Ram};
 use freestone_nbd_client::Uri;
 use serde_json::Value;
 
-pub use self::ahead::OpenAhead;
 use self::ahead::Opener;
+pub use self::ahead::{Ahead, OpenAhead};
 pub use self::build::build;
 use self::build::{Built, finished};
 pub use self::file::FileSpec;
@@ -575,22 +575,6 @@ impl Entry {
     /// Whether it takes no writes, from anybody.
     pub fn is_read_only(&self) -> bool {
         self.device.as_ref().is_some_and(|device| device.geometry().read_only)
-    }
-
-    /// Refuses to show an origin of which only a part is merged.
-    pub fn check_whole(&self) -> Result<(), Refusal> {
-        if !self.cow_origin.as_ref().is_some_and(cow::Origin::is_half_merged) {
-            return Ok(());
-        }
-        let name = self.name();
-        Err(Refusal::failed(Errno::EBUSY, format!("{name}: {}", self.kind.half_merged(name))))
-    }
-
-    /// Why what is done to the data alone would not be what users of the device see; `None` where
-    /// it is.
-    pub fn hides(&self) -> Option<&'static str> {
-        let merging = self.cow_origin.as_ref().is_some_and(cow::Origin::is_merging);
-        self.layers.hide().or(merging.then_some("a snapshot is being merged into it"))
     }
 
     /// Sets the data back, as the kind does it: see [`Made::wipe`].

@@ -48,7 +48,7 @@ impl Refused {
 pub struct Registry {
     tables: Mutex<Tables>,
     /// Devices that a start opens before their turn.
-    pub(super) ahead: Arc<Ahead>,
+    pub ahead: Arc<Ahead>,
 }
 
 #[derive(Default)]

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use freestone::consistency_group::{self, Late, NotInTime, Pending};
-use freestone::cow::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, StoreKind};
+use freestone::cow::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Origin, StoreKind};
 use freestone::device::Blocking as _;
 use freestone::ram::{PendingSnapshot, Ram};
 use serde_json::Value;
@@ -368,6 +368,25 @@ impl Made for MemorySnapshot {
 
     fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
         fork::value(entry, &self.0, attr)
+    }
+}
+
+/// What a merge forbids.
+impl Entry {
+    /// Refuses to show an origin of which only a part is merged.
+    pub fn check_whole(&self) -> Result<(), Refusal> {
+        if !self.cow_origin.as_ref().is_some_and(Origin::is_half_merged) {
+            return Ok(());
+        }
+        let name = self.name();
+        Err(Refusal::failed(Errno::EBUSY, format!("{name}: {}", self.kind.half_merged(name))))
+    }
+
+    /// Why what is done to the data alone would not be what users of the device see; `None` where
+    /// it is.
+    pub fn hides(&self) -> Option<&'static str> {
+        let merging = self.cow_origin.as_ref().is_some_and(Origin::is_merging);
+        self.layers.hide().or(merging.then_some("a snapshot is being merged into it"))
     }
 }
 

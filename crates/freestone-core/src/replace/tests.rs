@@ -1,0 +1,156 @@
+use std::io::Write as _;
+
+use super::*;
+
+const ANY: MayGo = MayGo::Any;
+
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<_> =
+        fs::read_dir(dir).unwrap().map(|row| row.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// As where the file system has no nameless files.
+fn begin_named(place: &Place) -> Unfinished {
+    let (file, name) = Name::new(&place.dir, SAVE_PREFIX, |path| File::create_new(path)).unwrap();
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
+    let dir = place.open_dir().unwrap();
+    Unfinished { file, name: Some(name), prefix: SAVE_PREFIX, dir }
+}
+
+#[test]
+fn a_new_file_and_one_in_place_of_another_both_ways() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x");
+    for named in [false, true] {
+        let _ = fs::remove_file(&path);
+        for content in ["first", "second"] {
+            let place = Place::new(&path).unwrap();
+            let unfinished = if named { begin_named(&place) } else { place.begin(SAVE_PREFIX).unwrap() };
+            unfinished.as_file().write_all(content.as_bytes()).unwrap();
+            assert_eq!(left_behind(&path), [] as [PathBuf; 0], "somebody works on it");
+            place.put(unfinished, ANY).unwrap().into_result().unwrap();
+            assert_eq!((fs::read_to_string(&path).unwrap().as_str(), names(dir.path()).len()), (content, 1));
+        }
+    }
+}
+
+#[test]
+fn two_that_replace_one_file_wait_for_each_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x");
+    fs::write(&path, "old").unwrap();
+    std::thread::scope(|scope| {
+        for content in ["first", "second"] {
+            let path = &path;
+            scope.spawn(move || {
+                for _ in 0..100 {
+                    let place = Place::new(path).unwrap();
+                    let unfinished = place.begin(SAVE_PREFIX).unwrap();
+                    unfinished.as_file().write_all(content.as_bytes()).unwrap();
+                    place.put(unfinished, ANY).unwrap().into_result().unwrap();
+                }
+            });
+        }
+    });
+    assert!(["first", "second"].contains(&fs::read_to_string(&path).unwrap().as_str()));
+    assert_eq!(names(dir.path()), ["x"]);
+}
+
+#[test]
+fn what_comes_meanwhile_is_looked_at() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x");
+    for named in [false, true] {
+        let place = Place::new(&path).unwrap();
+        let unfinished = if named { begin_named(&place) } else { place.begin(SAVE_PREFIX).unwrap() };
+        fs::write(&path, "precious").unwrap();
+        let put = place.put(unfinished, Replace::SameKind.may_go("thing", |head| head == b"thing"));
+        assert_eq!(put.unwrap_err().to_string(), "it is there, and is no thing");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
+        assert_eq!(names(dir.path()), ["x"]);
+        fs::remove_file(&path).unwrap();
+    }
+}
+
+/// Each step of [`Place::put`] fails, before it is done and after.
+#[test]
+#[cfg(debug_assertions)]
+fn put_step_fails_outcome_is_what_is_there() {
+    use crate::fail_points::Fault;
+
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x");
+    for (call, is_done) in [
+        (Call::SyncFile, false),
+        (Call::Place, false),
+        (Call::Place, true),
+        (Call::SyncDir, false),
+        (Call::SyncDir, true),
+    ] {
+        for (named, old) in [(false, false), (true, false), (false, true), (true, true)] {
+            let _ = fs::remove_file(&path);
+            if old {
+                fs::write(&path, "old").unwrap();
+            }
+            let place = Place::new(&path).unwrap();
+            let unfinished = if named { begin_named(&place) } else { place.begin(SAVE_PREFIX).unwrap() };
+            unfinished.as_file().write_all(b"new").unwrap();
+            fail_points::inject(Some(Fault { call, after: 0, times: 1, errno: Errno::IO, is_done }));
+            let put = place.put(unfinished, ANY);
+            fail_points::inject(None);
+            let shown = format!("{call:?}, done: {is_done}, named: {named}, old: {old}");
+            let found = fs::read_to_string(&path).unwrap_or_default();
+            match (call, is_done) {
+                (Call::Place, true) => assert!(matches!(put, Ok(Durability::Durable)), "{shown}"),
+                (Call::SyncDir, _) => assert!(matches!(put, Ok(Durability::Unknown(_))), "{shown}"),
+                _ => {
+                    assert_eq!(put.unwrap_err().raw_os_error(), Some(5), "{shown}");
+                    assert_eq!(found, if old { "old" } else { "" }, "{shown}");
+                    continue;
+                }
+            }
+            assert_eq!((found.as_str(), names(dir.path()).len()), ("new", 1), "{shown}");
+        }
+    }
+}
+
+#[test]
+fn new_file_gets_its_name_complete_and_locked() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x");
+    for named in [false, true] {
+        let place = Place::new(&path).unwrap();
+        let begin = || if named { begin_named(&place) } else { place.begin(NEW_PREFIX).unwrap() };
+        let (first, second) = (begin(), begin());
+        first.as_file().write_all(b"first").unwrap();
+        assert!(!path.exists());
+        let made = first.made(&place).unwrap();
+        let kept = place.put_new(first).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "first");
+        assert!(!nobody_has(&path), "no moment without a lock");
+        let refused = place.put_new(second).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(names(dir.path()), ["x"]);
+        drop(kept);
+        // Another file at the path is not removed.
+        fs::rename(&path, dir.path().join("y")).unwrap();
+        fs::write(&path, "another's").unwrap();
+        made.remove();
+        assert!(path.exists());
+        fs::rename(dir.path().join("y"), &path).unwrap();
+        made.remove();
+        assert!(!path.exists());
+    }
+}
+
+#[test]
+fn what_a_crash_left_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x");
+    let left = dir.path().join(".freestone-save-abc.tmp");
+    fs::write(&left, "half").unwrap();
+    fs::write(dir.path().join(".freestone-save-abc"), "another's").unwrap();
+    assert_eq!(left_behind(&path), [left]);
+}

@@ -1,0 +1,171 @@
+use super::*;
+use freestone_core::device::{Completion, Geometry, IoBuf, Request};
+use std::path::PathBuf;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::mpsc;
+
+const SIZE: u64 = 1 << 20;
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// With a thread that waits for answers.
+fn ring() -> Ring {
+    let fd = rustix::fs::memfd_create("ring", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&fd, SIZE).unwrap();
+    let geometry = Geometry {
+        size: SIZE,
+        logical_block: 512,
+        physical_block: 4096,
+        io_min: 4096,
+        io_opt: 4096,
+        discard_granularity: 4096,
+        fast_zeroes: true,
+        volatile_cache: true,
+        padding: 0,
+        volatile_media: false,
+        rotational: false,
+        max_request: 0,
+        read_only: false,
+        zones: None,
+    };
+    let backing = Backing::new(fd, PathBuf::from("ring"), false, false, geometry);
+    let ring = Ring::start(&Arc::new(backing)).unwrap();
+    let (tx, rx) = mpsc::channel();
+    ring.submit(read(&tx));
+    assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())));
+    ring
+}
+
+fn read(tx: &mpsc::Sender<Result<()>>) -> Job {
+    let tx = tx.clone();
+    let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap());
+    Job::new(Request::read(0, 4096), IoBuf::zeroed(4096).unwrap(), done)
+}
+
+/// A submitter to whom the kernel said no leaves its entries, and wakes the thread.
+#[test]
+fn the_thread_submits_what_a_submitter_could_not() {
+    let ring = ring();
+    let (tx, rx) = mpsc::channel();
+    for round in 1..=3 {
+        {
+            let mut state = ring.shared.lock();
+            for _ in 0..2 * DEPTH_JOBS {
+                state.schedule.arrive(read(&tx));
+            }
+            ring.shared.start_ready(&mut state);
+            assert_eq!(state.in_kernel, DEPTH_JOBS);
+        }
+        assert_eq!(rx.recv_timeout(Duration::from_millis(50)), Err(mpsc::RecvTimeoutError::Timeout));
+        ring.shared.wake_reaper();
+        for _ in 0..2 * DEPTH_JOBS {
+            assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())), "round {round}");
+        }
+    }
+    assert!(ring.shared.lock().schedule.is_empty());
+}
+
+/// Entries that come while somebody is about to call the kernel are that one's.
+#[test]
+fn one_hands_over_for_all() {
+    let ring = ring();
+    let (tx, rx) = mpsc::channel();
+    {
+        let mut state = ring.shared.lock();
+        state.schedule.arrive(read(&tx));
+        ring.shared.start_ready(&mut state);
+        assert!(ring.shared.claim(&mut state) && !ring.shared.claim(&mut state));
+    }
+    ring.submit(read(&tx));
+    assert_eq!(rx.recv_timeout(Duration::from_millis(50)), Err(mpsc::RecvTimeoutError::Timeout));
+    ring.shared.hand_over(1).unwrap();
+    for _ in 0..2 {
+        assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())));
+    }
+    let mut state = ring.shared.lock();
+    assert!(!state.handing_over && !ring.shared.claim(&mut state));
+}
+
+/// The thread may sleep while another hands over: it is woken if that fails.
+#[test]
+fn failed_hand_over_is_left_to_sleeping_thread() {
+    let ring = ring();
+    let (tx, rx) = mpsc::channel();
+    for failures in 1..=3 {
+        {
+            let mut state = ring.shared.lock();
+            state.schedule.arrive(read(&tx));
+            ring.shared.start_ready(&mut state);
+            assert!(ring.shared.claim(&mut state));
+        }
+        // The thread looks, finds the claim, and sleeps again.
+        ring.shared.wake_reaper();
+        assert_eq!(rx.recv_timeout(Duration::from_millis(50)), Err(mpsc::RecvTimeoutError::Timeout));
+        ring.shared.refusals.store(failures, SeqCst);
+        ring.shared.hand_over(1).unwrap_err();
+        ring.shared.wake_reaper();
+        assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())), "{failures} failures");
+    }
+}
+
+#[test]
+fn refused_entries_are_carried_out_by_thread() {
+    let ring = ring();
+    let (tx, rx) = mpsc::channel();
+    ring.shared.refusals.store(u32::MAX, SeqCst);
+    let write = |byte: u8| {
+        let (tx, data) = (tx.clone(), IoBuf::copy_of(&[byte; 4096]).unwrap());
+        let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap());
+        Job::new(Request::write(0, 4096).with(freestone_core::device::Flags::FUA), data, done)
+    };
+    (1..=9).for_each(|byte| ring.submit(write(byte)));
+    (0..200).for_each(|_| ring.submit(read(&tx)));
+    for _ in 0..209 {
+        assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())));
+    }
+    // Requests that come later, and in their order.
+    ring.submit(write(10));
+    ring.submit(read(&tx));
+    for _ in 0..2 {
+        assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())));
+    }
+    let mut first = [0; 4096];
+    rustix::io::pread(&ring.shared.backing.fd, &mut first, 0).unwrap();
+    assert_eq!(first, [10; 4096]);
+    let state = ring.shared.lock();
+    assert!(state.mode == Mode::Calls && state.in_kernel == 0 && state.schedule.is_empty());
+}
+
+/// As with a filter of system calls that allows the setup alone.
+#[test]
+fn ring_that_cannot_be_entered_is_refused_at_start() {
+    let mut ring = IoUring::builder().setup_r_disabled().build(4).unwrap();
+    let error = check_enter(&mut ring).unwrap_err();
+    assert_eq!(Errno::from_io_error(&error), Some(Errno::BADFD));
+    check_enter(&mut IoUring::new(4).unwrap()).unwrap();
+}
+
+#[test]
+fn when_the_thread_is_gone_every_job_is_answered() {
+    let ring = ring();
+    let (tx, rx) = mpsc::channel();
+    let mut waiting = Schedule::default();
+    waiting.arrive(read(&tx));
+    let bad = Completion::new(|_, _| panic!("on purpose"));
+    waiting.arrive(Job::new(Request::flush(), IoBuf::empty(), bad));
+    waiting.arrive(read(&tx));
+    ring.shared.lock().schedule = waiting;
+    let shared = Arc::clone(&ring.shared);
+    drop(Worker { shared, answers: Vec::new(), finished: Vec::new(), failures: 0 });
+    ring.submit(read(&tx));
+    for _ in 0..3 {
+        assert_eq!(rx.try_recv(), Ok(Err(freestone_core::device::Error::Gone)));
+    }
+}
+
+#[test]
+fn what_an_ending_thread_leaves_is_repeated() {
+    assert_eq!(answer(4096), Ok(4096));
+    assert_eq!(answer(-libc::ECANCELED), Err(Errno::INTR));
+    assert_eq!(answer(-libc::EFAULT), Err(Errno::INTR));
+    assert_eq!(answer(-libc::EIO), Err(Errno::IO));
+}
