@@ -9,6 +9,7 @@ use super::{MAX_CONNECTIONS_HELP, Running};
 use crate::access::AccessOf;
 use crate::declared::Declared;
 use crate::tls::Tls;
+use crate::until::Events;
 
 #[test]
 fn a_panic_leaves_no_socket() {

@@ -215,18 +215,17 @@ impl<'a> Opening<'a> {
             // Without CREATE: fails where the device is mounted or held otherwise.
             flags |= OFlags::EXCL;
         }
-        let opened = match found {
-            Some(_) => rustix::fs::open(path, flags, Mode::empty()),
-            None => {
-                let made = New::begin(path).and_then(|new| {
-                    let fd = new.file.as_file().try_clone()?;
-                    // A file that stays nameless loses what name its file system needed.
-                    *unnamed = (!config.nameless).then_some(new);
-                    Ok(fd.into())
-                });
-                let failed = |source| SetupError::Call { path: path.clone(), what: "create", source };
-                Ok(made.map_err(failed)?)
-            }
+        let opened = if found.is_some() {
+            rustix::fs::open(path, flags, Mode::empty())
+        } else {
+            let made = New::begin(path).and_then(|new| {
+                let fd = new.file.as_file().try_clone()?;
+                // A file that stays nameless loses what name its file system needed.
+                *unnamed = (!config.nameless).then_some(new);
+                Ok(fd.into())
+            });
+            let failed = |source| SetupError::Call { path: path.clone(), what: "create", source };
+            Ok(made.map_err(failed)?)
         };
         let fd = match opened {
             Ok(fd) => fd,

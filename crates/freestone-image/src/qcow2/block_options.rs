@@ -33,10 +33,10 @@ pub(super) struct Named {
 pub(super) fn parse(text: &[u8]) -> Option<Named> {
     let end = text.iter().position(|&byte| byte == 0).unwrap_or(text.len());
     let mut options = nested(serde_json::from_slice(&text[..end]).ok()?)?;
-    let driver = take_text(&mut options, "driver")?;
+    let driver = take_text(&mut options, "driver").ok()?;
     let (file, format) = match options.remove("file") {
         Some(Value::Object(mut file)) => {
-            let protocol = take_text(&mut file, "driver")?;
+            let protocol = take_text(&mut file, "driver").ok()?;
             is_protocol(protocol.as_deref().unwrap_or("file")).then_some(())?;
             is_harmless(&options).then_some(())?;
             (file, driver)
@@ -50,7 +50,7 @@ pub(super) fn parse(text: &[u8]) -> Option<Named> {
         Some(_) => return None,
     };
     let mut file = file;
-    let path = PathBuf::from(take_text(&mut file, "filename")??);
+    let path = PathBuf::from(take_text(&mut file, "filename").ok()??);
     (path.is_absolute() && is_harmless(&file)).then_some(Named { path, format })
 }
 
@@ -74,12 +74,12 @@ fn nested(options: Map<String, Value>) -> Option<Map<String, Value>> {
     Some(nested)
 }
 
-/// Takes a text out of options: `Some(None)` if it is missing, `None` if it is no text.
-fn take_text(options: &mut Map<String, Value>, key: &str) -> Option<Option<String>> {
+/// Takes a text out of options, if it is among them. An error is a value that is not a text.
+fn take_text(options: &mut Map<String, Value>, key: &str) -> Result<Option<String>, Value> {
     match options.remove(key) {
-        Some(Value::String(text)) => Some(Some(text)),
-        Some(_) => None,
-        None => Some(None),
+        Some(Value::String(text)) => Ok(Some(text)),
+        Some(other) => Err(other),
+        None => Ok(None),
     }
 }
 

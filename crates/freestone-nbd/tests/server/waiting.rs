@@ -2,19 +2,17 @@
 //! requests in flight.
 
 use std::collections::HashMap;
-use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::common::client::{Chunk, DF, DISC, FLUSH, READ, TRIM, WRITE, WRITE_ZEROES, request};
+use crate::common::client::{Chunk, DF, FLUSH, READ, TRIM, WRITE, WRITE_ZEROES, request};
 use crate::common::device::Manner;
 use crate::common::{Client, Fixture, Headers, MemDevice, eventually, pattern};
 use freestone_core::device::Op;
-use freestone_nbd::{Address, ExportOptions, Limits, MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES, PublishError};
-use freestone_testkit::effort;
+use freestone_nbd::{Address, ExportOptions, MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES, PublishError};
 
 pub const MIB: u64 = 1 << 20;
 const EIO: u32 = 5;

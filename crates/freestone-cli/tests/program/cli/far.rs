@@ -36,12 +36,11 @@ fn accept(listener: &UnixListener, count: usize) -> Vec<UnixStream> {
     let until = Instant::now() + PATIENCE;
     let mut all = Vec::new();
     while all.len() < count {
-        match listener.accept() {
-            Ok((stream, _)) => all.push(stream),
-            Err(_) => {
-                assert!(Instant::now() < until, "{} of {count} devices are being opened", all.len());
-                thread::sleep(Duration::from_millis(2));
-            }
+        if let Ok((stream, _)) = listener.accept() {
+            all.push(stream);
+        } else {
+            assert!(Instant::now() < until, "{} of {count} devices are being opened", all.len());
+            thread::sleep(Duration::from_millis(2));
         }
     }
     all
