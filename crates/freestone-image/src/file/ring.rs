@@ -126,7 +126,7 @@ impl Ring {
             state: Mutex::default(),
             wake,
             #[cfg(test)]
-            refusals: AtomicU32::default(),
+            refusals: std::sync::atomic::AtomicU32::default(),
         });
         let worker = Worker {
             shared: Arc::clone(&shared),
