@@ -55,13 +55,13 @@ fn a_newer_version_is_named() {
     let ram = disk(Config::default(), MIB);
     save(&[("ram0", &ram)], &file);
     let mut bytes = std::fs::read(&file).unwrap();
-    bytes[16..20].copy_from_slice(&4_u32.to_le_bytes());
+    bytes[16..20].copy_from_slice(&5_u32.to_le_bytes());
     std::fs::write(&file, &bytes).unwrap();
     let error = refused(&file, &[]);
-    assert!(matches!(error, RestoreError::Newer { version: 4, .. }));
+    assert!(matches!(error, RestoreError::Newer { version: 5, .. }));
     let said = error.to_string();
     assert!(
-        said.ends_with("was saved by a newer Freestone, in version 4 of the format; this one reads up to 3"),
+        said.ends_with("was saved by a newer Freestone, in version 5 of the format; this one reads up to 4"),
         "{said}"
     );
 }
