@@ -509,7 +509,7 @@ mod tests {
         assert_eq!(chosen(&[Step::Test, Step::Fmt]), [Step::Fmt, Step::Test]);
         assert_eq!(of_lane(Lane::Test).first(), Some(&Step::Packages));
         assert_eq!(of_lane(Lane::Test).last(), Some(&Step::Torture));
-        assert_eq!(of_lane(Lane::Gate).last(), Some(&Step::Asan));
+        assert_eq!(of_lane(Lane::Gate).last(), Some(&Step::TortureCalls));
         assert!(of_lane(Lane::Slow).contains(&Step::Reproduce));
     }
 

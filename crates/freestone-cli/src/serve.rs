@@ -195,6 +195,10 @@ impl Running {
             private,
         };
         let known = asked.as_ref().map(|asked| start::open(&service, asked, &devices)).transpose()?;
+        if let Some(empty) = known.as_ref().filter(|topology| topology.devices().next().is_none()) {
+            // Marks content that belongs to no device.
+            service.saves.find(empty)?;
+        }
         let known = known.filter(|topology| topology.devices().next().is_some());
         let is_applied = asked.as_ref().is_some_and(|asked| asked.apply);
         let of_state = known.is_some();

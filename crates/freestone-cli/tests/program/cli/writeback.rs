@@ -390,7 +390,7 @@ fn devices_that_cannot_be_backing_are_refused() {
     for (keys, sentence) in [
         (
             "backing_dev=missing.img",
-            format!("{}: cannot create: No such file or directory (os error 2)", at("missing.img")),
+            format!("{}: cannot open: No such file or directory (os error 2)", at("missing.img")),
         ),
         (
             "backing_dev=no/such/dir,backing_size=1M",

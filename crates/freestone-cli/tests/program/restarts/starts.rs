@@ -114,8 +114,11 @@ fn absent_export_is_given_up_by_unpublish() {
     assert!(!is_served(&server.path("nbd"), "a") && is_served(&server.path("run/b"), "b"));
 }
 
-/// Takes all room that is left.
-fn fill(dir: &Path) {
+/// Fills a file system, the blocks that its state has reserved included.
+fn fill_up(dir: &Path) {
+    let topology = fs::OpenOptions::new().write(true).open(dir.join("state/topology")).unwrap();
+    // Frees the blocks past the end of the file.
+    topology.set_len(topology.metadata().unwrap().len()).unwrap();
     let mut file = fs::File::create(dir.join("full")).unwrap();
     while file.write_all(&[1; 4096]).is_ok() {}
 }
@@ -130,7 +133,7 @@ fn full_disk_under_state_does_not_keep_from_starting() {
     server.text(&["create", "lost=ram,disksize=1M,on_lost=empty,publish=yes"]);
     qemu_io(&uri(&server, "work"), &["write -P 7 0 1M"]);
     let mut dir = ended(server);
-    fill(&mounted.0);
+    fill_up(&mounted.0);
     // The content is exact once, and the state can say so again at the end.
     for _ in 0..2 {
         let server = start(dir);
@@ -157,10 +160,7 @@ fn unrecorded_save_ends_with_status_1() {
     }
     let is_saved = |name: &String| row(&server, name)["saved"].is_string();
     until("all are saved", || names.iter().all(is_saved));
-    // Gives back what is reserved behind the end.
-    let topology = fs::OpenOptions::new().write(true).open(mounted.0.join("state/topology")).unwrap();
-    topology.set_len(topology.metadata().unwrap().len()).unwrap();
-    fill(&mounted.0);
+    fill_up(&mounted.0);
     server.signal(rustix::process::Signal::TERM);
     let (code, dir) = server.wait();
     assert_eq!(code, Some(1));

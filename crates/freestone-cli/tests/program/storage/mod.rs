@@ -367,7 +367,10 @@ fn what_no_tag_refers_to_is_pruned_and_not_before_its_time() {
     };
     let no_tag = "there is no tag, so nothing was deleted. If tags/ is missing, restore it.";
     assert!(refused(dir.path(), 1, &["prune", &bucket.url()]).contains(no_tag));
-    push(with_disk(4).path(), source, &bucket.tag("b"));
+    let other = tempfile::tempdir().unwrap();
+    // Shares no chunk with the first image.
+    fs::write(other.path().join("disk.img"), vec![0xb5; 1 << 20]).unwrap();
+    push(other.path(), source, &bucket.tag("b"));
     assert_eq!(prune(&[])["deleted"], 0);
     // Two days pass.
     let old = std::time::SystemTime::now() - std::time::Duration::from_secs(2 * 86_400);
