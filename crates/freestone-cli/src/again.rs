@@ -20,7 +20,8 @@ pub const PAUSE: Duration = Duration::from_secs(2);
 pub fn show(service: &Service, claim: &Claim<'_>, entry: &Arc<Entry>, seen: &Seen) {
     for absent in service.show_each(claim, entry, seen) {
         let (name, place) = (entry.name(), absent.place());
-        let line = format!("{name}: not published at {place}: {}; it is tried again", absent.why);
+        let line =
+            format!("{name}: not published at {place}: {}; the server tries again every 2 s", absent.why);
         if service.exports.absent.put(name, absent) {
             error!("{line}");
         }
@@ -29,12 +30,13 @@ pub fn show(service: &Service, claim: &Claim<'_>, entry: &Arc<Entry>, seen: &See
 
 /// Retries in the background until every export is published, or the server ends.
 pub fn begin(service: &Arc<Service>) {
-    if service.exports.absent.names().is_empty() {
+    if !service.exports.absent.begin_retries() {
         return;
     }
     let weak = Arc::downgrade(service);
     if let Err(why) = thread::Builder::new().name("exports".into()).spawn(move || run(&weak)) {
-        error!("exports that are not there are not tried again, as there is no thread for it: {why}");
+        service.exports.absent.end_retries();
+        error!("exports that are not published are not retried: no thread: {why}");
     }
 }
 
@@ -43,8 +45,15 @@ fn run(service: &Weak<Service>) {
         thread::sleep(PAUSE);
         let Some(service) = service.upgrade() else { return };
         let names = service.exports.absent.names();
-        if names.is_empty() || service.records.is_over() {
+        if service.records.is_over() {
             return;
+        }
+        if names.is_empty() {
+            service.exports.absent.end_retries();
+            // Unless one has come since the look.
+            if !service.exports.absent.begin_retries() {
+                return;
+            }
         }
         for name in names {
             if let Err(fault) = try_again(&service, &name) {

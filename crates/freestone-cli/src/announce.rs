@@ -10,7 +10,6 @@ use crate::output;
 use crate::paths;
 use crate::service::Service;
 use crate::started_by;
-use crate::withheld;
 
 /// The command has the limit of open files that we were started with: programs may not expect more.
 pub fn run_command(command: &str, open_files: Option<u64>, service: &Service, control: &Path) -> Command {
@@ -55,10 +54,7 @@ pub fn announce(service: &Service, control: &Path) {
     }
     for entry in service.registry.all() {
         if service.withheld.has(entry.name()) {
-            let content_of = service.saves.behind_of(entry.name());
-            let changed = service.saves.changed_base_of(entry.name());
-            let told = withheld::told(entry.name(), content_of.as_deref(), changed.as_deref());
-            let _ = writeln!(text, "{told}");
+            let _ = writeln!(text, "{}", withheld(service, entry.name()));
         }
     }
     for seed in service.registry.seeds() {
@@ -81,6 +77,21 @@ pub fn announce(service: &Service, control: &Path) {
 /// Quotes a word for a shell.
 fn quote(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+/// What people are told of a device that is withheld.
+fn withheld(service: &Service, name: &str) -> String {
+    let content_of = service.saves.behind_of(name);
+    let changed_base = service.saves.changed_base_of(name);
+    let what = match (service.withheld.why_whole(name), content_of, changed_base) {
+        (Some(why), ..) => format!("is withheld: {why}"),
+        (_, Some(when), _) => format!("has the content of {when}, and is withheld"),
+        (_, _, Some(file)) => {
+            format!("has a base that changed while no server ran ({}), and is withheld", file.display())
+        }
+        _ => "has lost content, and is withheld".to_owned(),
+    };
+    format!("{name}: {what}; `freestone publish {name}` shows it as it is")
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use freestone_spec::kinds::{Entry, Spec};
 use freestone_spec::refusal::Errno;
 use freestone_state::State;
 use serde_json::{Map, Value};
-use tracing::{error, info};
+use tracing::{error, info, warn};
 
 use crate::allow;
 use crate::claims::Claim;
@@ -324,6 +324,9 @@ impl Plan<'_> {
                     return Err(Fault::failed(Errno::EEXIST, format!("{}{name}: {why}", device.at)));
                 }
                 Some(entry) => self.change(device, &entry, &mut changes)?,
+                None if self.service.records.is_pending(name) => {
+                    warn!("{name}: is left as it is, as its server has not answered yet");
+                }
                 None => {
                     let takes = device.spec.kind.takes();
                     let takes = takes.iter().map(|takes| takes.name);

@@ -12,17 +12,15 @@ use std::time::{Duration, Instant};
 
 use freestone_spec::kinds::{OpenAhead, Spec};
 use freestone_state::{Device, Topology};
-use tracing::{error, info};
+use tracing::{error, warn};
 
 use crate::control::protocol::Fault;
+use crate::records::PENDING;
 use crate::service::Service;
 use crate::start::{self, Again, Begun};
 
 /// How long a start waits for servers before it leaves their devices.
 pub const GRACE: Duration = Duration::from_secs(1);
-
-/// Why such a device is missing.
-const PENDING: &str = "its server has not answered yet";
 
 /// Devices that a start has left.
 pub struct Late {
@@ -46,7 +44,7 @@ pub fn of_state(
     let there = topology.devices().filter(|device| !left.contains(device.name.as_str()));
     let begun = there.filter_map(|device| start::begin(service, device, &mut again)).collect();
     for name in left {
-        info!("{name}: {PENDING}; it is waited for in the background");
+        warn!("{name}: {PENDING}; the device is served as soon as it does");
         service.records.miss(name, PENDING);
     }
     Ok((begun, Late { families, again, ahead }))

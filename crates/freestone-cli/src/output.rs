@@ -48,9 +48,6 @@ pub fn detach() -> Result<()> {
             _ => format!("thread '{name}' {info}\n"),
         };
         let _ = Stderr.write_all(text.as_bytes());
-        if name == "main" {
-            flush();
-        }
     }));
     Ok(())
 }
@@ -66,6 +63,15 @@ pub fn print(text: &str) {
 pub fn flush() {
     for outlet in [&OUT, &LOG].into_iter().filter_map(OnceLock::get) {
         outlet.flush(END_PATIENCE);
+    }
+}
+
+/// [Flushes](flush) when dropped, also by a panic of the main thread.
+pub struct FlushAtEnd;
+
+impl Drop for FlushAtEnd {
+    fn drop(&mut self) {
+        flush();
     }
 }
 

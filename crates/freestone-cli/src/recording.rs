@@ -75,6 +75,7 @@ impl<'a> Recording<'a> {
         for name in found {
             service.records.found(name);
             if self.forgets_missing {
+                service.registry.ahead.forget(name);
                 service.exports.defaults.release(name);
             }
         }

@@ -19,6 +19,9 @@ use crate::places::{Place, Wanted};
 /// Why what is said of the next start is refused.
 pub const NEEDS_STATE: &str = "says what the next start does, of a server with a state: serve --state DIR";
 
+/// Why a device is missing that is made again when its server answers.
+pub const PENDING: &str = "its server has not answered yet";
+
 /// How long the end of the server waits for changes that are under way.
 const END_WAIT: Duration = Duration::from_secs(2);
 
@@ -59,6 +62,18 @@ impl Records {
     pub fn put_all(&self, devices: Vec<Device>) -> Result<(), Fault> {
         let Some(state) = self.state.get().filter(|_| !devices.is_empty()) else { return Ok(()) };
         state.put("serve", devices).map_err(|error| refused(&error))
+    }
+
+    /// Commits that these devices are gone, as the start that made them has failed.
+    pub fn forget_all(&self, names: &[&str]) -> Result<(), Fault> {
+        let Some(state) = self.state.get().filter(|_| !names.is_empty()) else { return Ok(()) };
+        let committed = state.begin("serve", names).and_then(|mut change| {
+            for name in names {
+                change.gone(name);
+            }
+            change.commit()
+        });
+        committed.map_err(|error| refused(&error))
     }
 
     /// The server ends, and these saves have what the devices hold.
@@ -127,6 +142,11 @@ impl Records {
     /// Those devices, and why.
     pub fn all_missing(&self) -> Vec<(String, String)> {
         self.missing().iter().map(|(name, why)| (name.clone(), why.clone())).collect()
+    }
+
+    /// Returns true if a device is made again when its server answers.
+    pub fn is_pending(&self, name: &str) -> bool {
+        self.missing().get(name).is_some_and(|why| why == PENDING)
     }
 
     /// Why the device of that name could not be made again.

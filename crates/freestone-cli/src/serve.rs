@@ -238,8 +238,8 @@ impl Running {
         }
         running.is_in_use = true;
         if of_state {
-            start::merge(&service, &mut begun);
             start::keep(&service, &mut begun);
+            start::merge(&service, &mut begun);
         } else {
             start::show_new(&service, &begun)?;
         }
@@ -386,6 +386,8 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
     keep_large_blocks_apart();
     let open_files = process::raise_open_files();
     output::detach()?;
+    // Dropped after the server, whose end may log.
+    let _flush = output::FlushAtEnd;
     started_by::open_manager();
     // Before any socket exists, so that no signal can leave one behind.
     let events = Events::listen()?;

@@ -172,6 +172,10 @@ impl Service {
 
     /// Sets a device up and publishes it at home, where that is asked.
     pub fn create(&self, claim: &Claim<'_>, spec: Spec, publish: bool) -> Result<Arc<Entry>, Fault> {
+        if self.records.is_pending(&spec.name) {
+            let why = "is of the state, and its server has not answered yet; wait for it or remove it";
+            return Err(Fault::failed(Errno::EBUSY, format!("{}: {why}", spec.name)));
+        }
         let entry = self.make(spec, None)?;
         if publish && let Err(fault) = self.exports.publish_home(claim, &entry) {
             // All or nothing.

@@ -137,6 +137,8 @@ pub struct Again {
     saved: Restores,
     /// Devices that are not there, or not as they were.
     lost: HashSet<String>,
+    /// Control sockets are served: a verb may remove a device, or make another one in its place.
+    is_late: bool,
 }
 
 impl Again {
@@ -148,18 +150,17 @@ impl Again {
                 service.exports.defaults.reserve(address, &device.name);
             }
         }
-        Ok(Self { topology, saved, lost: HashSet::new() })
+        Ok(Self { topology, saved, lost: HashSet::new(), is_late: false })
     }
 }
 
 /// Makes a device of a state again, which nobody sees yet. One that cannot be made holds up no other: it
 /// is logged, and stays in the state.
 pub fn begin(service: &Service, device: &Device, all: &mut Again) -> Option<Begun> {
-    let Again { topology, saved, lost } = all;
-    match again(service, topology, device, saved, lost) {
+    match again(service, device, all) {
         Ok((entry, is_lost)) => {
             if is_lost {
-                lost.insert(device.name.clone());
+                all.lost.insert(device.name.clone());
             }
             let mut seen = places(device);
             let withholds = entry.spec.on_lost.unwrap_or_default() == OnLost::Withhold
@@ -172,37 +173,50 @@ pub fn begin(service: &Service, device: &Device, all: &mut Again) -> Option<Begu
             }
             Some(Begun { entry, seen })
         }
+        Err(_) if all.is_late && !is_missing(service, device) => None,
         Err(fault) => {
-            error!("is not there again: {}", fault.message);
+            error!(device = %device.name, "cannot be set up again: {}", fault.message);
             service.records.miss(&device.name, &fault.message);
-            lost.insert(device.name.clone());
+            all.lost.insert(device.name.clone());
             None
         }
     }
 }
 
+/// Returns true if a device of the state is not there, and no verb has removed or replaced it.
+fn is_missing(service: &Service, device: &Device) -> bool {
+    service.records.why_missing(&device.name).is_some()
+}
+
+/// Returns true if a device is still there: a verb may have removed it.
+fn is_there(service: &Service, entry: &Arc<Entry>) -> bool {
+    service.registry.find(entry.name()).is_some_and(|found| Arc::ptr_eq(&found, entry))
+}
+
 /// Makes devices that stand on one another, and shows them, while others are served. Those that were
 /// removed or made anew meanwhile stay so.
 pub fn show_late(service: &Arc<Service>, devices: &[Device], all: &mut Again) -> Result<(), Fault> {
-    let is_missing = |device: &&Device| service.records.why_missing(&device.name).is_some();
-    let missing: Vec<_> = devices.iter().filter(is_missing).collect();
+    all.is_late = true;
+    let missing: Vec<_> = devices.iter().filter(|device| is_missing(service, device)).collect();
     let mut begun: Vec<_> = missing.into_iter().filter_map(|device| begin(service, device, all)).collect();
-    merge(service, &mut begun);
+    begun.retain(|device| is_there(service, &device.entry));
+    if service.records.is_over() {
+        // What the state says of them stays: nobody has seen them.
+        return Ok(());
+    }
     keep(service, &mut begun);
-    for Begun { entry, .. } in &begun {
+    merge(service, &mut begun);
+    for Begun { entry, seen } in &begun {
+        // So that a verb that comes before the exports does not take them out of the state.
+        service.exports.absent.put_all(entry.name(), seen, "the device has just been set up");
         service.records.found(entry.name());
     }
     show(service, &begun)
 }
 
 /// Makes a device again. True: what it holds or shows is not what it was when the server before ended.
-fn again(
-    service: &Service,
-    topology: &Topology,
-    device: &Device,
-    saved: &mut Restores,
-    lost: &HashSet<String>,
-) -> Result<(Arc<Entry>, bool), Fault> {
+fn again(service: &Service, device: &Device, all: &mut Again) -> Result<(Arc<Entry>, bool), Fault> {
+    let Again { topology, saved, lost, is_late } = all;
     let invalid = |why: String| Fault::failed(Errno::EINVAL, why);
     let words = Entries::parse(&device.words).map_err(|why| invalid(why.to_string()))?;
     if words.kind == RESTORED {
@@ -241,6 +255,9 @@ fn again(
     }
     let identity = Identity { uuid, generation: device.generation + u64::from(is_lost) };
     let _claim = service.claim_new("serve", [&spec])?;
+    if *is_late && !is_missing(service, device) {
+        return Err(invalid("was removed or replaced meanwhile".to_owned()));
+    }
     let Some(content) = content else { return Ok((service.make(spec, Some(identity))?, is_lost)) };
     if is_behind {
         service.saves.put_behind(&device.name, content.when);
@@ -287,7 +304,8 @@ fn places(device: &Device) -> Seen {
     seen
 }
 
-/// Begins the merges of a state, or goes on with them. If one cannot, its origin and snapshot are withheld.
+/// Begins the merges of a state, or goes on with them. If one cannot, its origin and snapshot are withheld
+/// by this server; the next one tries again.
 pub fn merge(service: &Service, begun: &mut [Begun]) {
     let mut withheld = HashSet::new();
     for Begun { entry, .. } in &*begun {
@@ -297,15 +315,15 @@ pub fn merge(service: &Service, begun: &mut [Begun]) {
             withheld.extend(entry.spec.kind.below().map(str::to_owned));
         }
     }
-    withhold(service, begun, |name| withheld.contains(name));
+    withhold(service, begun, "its merge cannot go on", |name| withheld.contains(name));
 }
 
-/// Withholds devices that would be seen otherwise.
-fn withhold(service: &Service, begun: &mut [Begun], is_one: impl Fn(&str) -> bool) {
+/// Withholds devices that would be seen otherwise, although nothing of them is lost.
+fn withhold(service: &Service, begun: &mut [Begun], why: &'static str, is_one: impl Fn(&str) -> bool) {
     for Begun { entry, seen } in begun {
         let name = entry.name();
         if is_one(name) && !service.withheld.has(name) {
-            service.withheld.put(name, mem::take(seen));
+            service.withheld.put_whole(name, mem::take(seen), why);
         }
     }
 }
@@ -321,18 +339,28 @@ pub fn keep(service: &Service, begun: &mut [Begun]) {
     if let Err(fault) = kept {
         error!("{}; devices with the content of an orderly end are withheld", fault.message);
         let is_exact = |device: Device| device.saved.is_some();
-        withhold(service, begun, |name| {
+        withhold(service, begun, "the state cannot record that it is in use", |name| {
             service.records.state().and_then(|state| state.find(name)).is_some_and(is_exact)
         });
     }
 }
 
-/// Shows the devices that were asked for, and has the state keep them.
+/// Has the state keep the devices that were asked for, and shows them. If that fails, the state has none of
+/// them.
 pub fn show_new(service: &Service, begun: &[Begun]) -> Result<(), Fault> {
     for Begun { entry, .. } in begun {
         entry.kind.begin_merge(entry, &service.registry)?;
     }
-    show_with(service, begun, |claim, entry, seen| service.show(claim, entry, seen))?;
+    // Before a client can write to one.
+    recording::put(service, begun.iter().map(|device| (&*device.entry, device.seen.clone())))?;
+    let shown = show_with(service, begun, |claim, entry, seen| service.show(claim, entry, seen));
+    shown.inspect_err(|_| {
+        let names: Vec<&str> = begun.iter().map(|device| device.entry.name()).collect();
+        if let Err(fault) = service.records.forget_all(&names) {
+            error!("{}", fault.message);
+        }
+    })?;
+    // Ports that were chosen.
     let seen = |device: &Begun| recording::seen(service, device.entry.name());
     recording::put(service, begun.iter().map(|device| (&*device.entry, seen(device))))
 }
@@ -374,7 +402,17 @@ fn show_with(
         }
     }
     for Begun { entry, seen } in begun {
-        let claim = service.claim("serve", entry.name())?;
+        let claim = match service.claim("serve", entry.name()) {
+            Ok(claim) => claim,
+            Err(fault) => {
+                // A verb has the device. What is absent of it is tried again.
+                error!("{}", fault.message);
+                continue;
+            }
+        };
+        if !is_there(service, entry) {
+            continue;
+        }
         let mut seen = seen.clone();
         for (wanted, _) in &mut seen.exports {
             if let Place::Nbd(at) = &wanted.place

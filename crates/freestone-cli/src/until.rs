@@ -3,6 +3,7 @@
 use std::fs;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, Command, ExitStatus};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, OnceLock};
 use std::thread;
@@ -50,7 +51,22 @@ pub enum Event {
 pub struct Events {
     sender: Sender<Event>,
     receiver: Receiver<Event>,
-    at_signal: Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>,
+    at_signal: Arc<AtSignal>,
+}
+
+/// What signals that end the server do at once.
+#[derive(Default)]
+struct AtSignal {
+    act: OnceLock<Box<dyn Fn() + Send + Sync>>,
+    /// One has come.
+    is_asked: AtomicBool,
+}
+
+impl AtSignal {
+    fn come(&self) {
+        self.is_asked.store(true, Ordering::SeqCst);
+        self.act.get().iter().for_each(|act| act());
+    }
 }
 
 impl Events {
@@ -66,7 +82,7 @@ impl Events {
         }
         let mut signals = Signals::new(wanted).context("cannot take over the signals")?;
         let to = sender.clone();
-        let at_signal = Arc::<OnceLock<Box<dyn Fn() + Send + Sync>>>::default();
+        let at_signal = Arc::<AtSignal>::default();
         let act = Arc::clone(&at_signal);
         thread::Builder::new()
             .name("signals".into())
@@ -88,8 +104,8 @@ impl Events {
                         signal => Event::Signal(signal),
                     };
                     let is_end = matches!(event, Event::Emergency(_) | Event::Signal(SIGINT | SIGTERM));
-                    if let Some(act) = act.get().filter(|_| is_end) {
-                        act();
+                    if is_end {
+                        act.come();
                     }
                     if to.send(event).is_err() {
                         return;
@@ -100,10 +116,14 @@ impl Events {
         Ok(Self { sender, receiver, at_signal })
     }
 
-    /// Sets what SIGINT and SIGTERM do beside coming out here, on another thread: it waits for nothing.
+    /// Sets what SIGINT and SIGTERM do beside coming out here, on another thread: it waits for nothing. If
+    /// one has come already, it is done now.
     pub fn at_signal(&self, act: impl Fn() + Send + Sync + 'static) {
         // Once, by the server.
-        let _ = self.at_signal.set(Box::new(act));
+        let _ = self.at_signal.act.set(Box::new(act));
+        if self.at_signal.is_asked.load(Ordering::SeqCst) {
+            self.at_signal.come();
+        }
     }
 
     /// For events of one's own.

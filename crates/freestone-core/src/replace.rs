@@ -98,7 +98,9 @@ impl Durability {
     /// The reason, of the same kind.
     pub fn into_result(self) -> io::Result<()> {
         let Self::Unknown(error) = self else { return Ok(()) };
-        let why = format!("the file is in its place, but a crash may undo that; write it again: {error}");
+        let why = format!(
+            "the new file may be in its place, and a crash may bring the old one back; write it again: {error}"
+        );
         Err(io::Error::new(error.kind(), why))
     }
 }

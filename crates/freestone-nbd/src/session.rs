@@ -121,7 +121,7 @@ pub struct Session<'a> {
     pub(crate) replies: Replies,
     pub(crate) operations: Operations,
     /// Of the server's bytes: what is charged, what replies own, and spare buffers.
-    share: Share,
+    pub(crate) share: Share,
     /// The request that has started but is not wholly tried or submitted; later ones wait for it.
     pub(crate) stream: Option<Stream>,
     /// What was read for [`Stream::Windows`].
@@ -189,6 +189,7 @@ impl<'a> Session<'a> {
         self.replies.sent_bytes = 0;
         if matches!(self.serve(), Err(Lost)) {
             self.replies.plug = None;
+            self.stop_waiting();
             while self.operations.in_flight > 0 && self.wait(PollFlags::empty()).is_some() {
                 self.discard_finished();
             }
@@ -318,6 +319,7 @@ impl<'a> Session<'a> {
     #[cold]
     pub(crate) fn client_ends(&mut self) -> Result<(), Lost> {
         self.client = Client::Ended;
+        self.stop_waiting();
         // Where it is the server that wants an end, what it was asked for is done.
         if self.sweeps.is_empty() || self.link.is_draining() { Ok(()) } else { self.end_sweeps() }
     }
@@ -469,6 +471,12 @@ impl Session<'_> {
 
     fn held_bytes(&self) -> usize {
         self.operations.charged + self.replies.owned_bytes() + self.replies.buffers.bytes()
+    }
+
+    /// The request that waits for bytes is not begun any more.
+    fn stop_waiting(&mut self) {
+        let held = self.held_bytes() as u64;
+        self.share.stop_waiting(held);
     }
 
     /// Gives back what this connection does not hold any more.

@@ -1,7 +1,9 @@
 //! Waits of a connection that has no room for its next request.
 //!
-//! Such a connection does not receive, so it looks whether the client has left: what nobody will have
-//! the answer of is not begun, and the place of the connection is free for others.
+//! Such a connection does not receive. One that waits for the budget of the server, which others hold
+//! for as long as they like, polls for the end of the client's stream: a request that nobody reads the
+//! answer of is not begun, and the connection ends. A client that shuts down only its side of the
+//! connection counts as gone, as TCP does not tell the two apart.
 
 use rustix::event::PollFlags;
 use rustix::net::RecvFlags;
@@ -17,7 +19,7 @@ impl Session<'_> {
     /// Waits until the device has finished something, bytes were granted, or the client has left.
     pub(crate) fn wait_stalled(&mut self) -> Result<(), Lost> {
         // The socket of a connection that drains looks as if the client had left.
-        let looks = self.client != Client::Leaves && !self.link.is_draining();
+        let looks = self.share.waits() && self.client != Client::Leaves && !self.link.is_draining();
         let events = if looks { PollFlags::RDHUP } else { PollFlags::empty() };
         if !self.wait(events).ok_or(Lost)? || !self.has_gone() {
             return Ok(());

@@ -18,7 +18,7 @@
 //!
 //! | object | what it says |
 //! |---|---|
-//! | `{"format": "freestone state", "version": 2}` | the first line |
+//! | `{"format": "freestone state", "version": 3}` | the first line |
 //! | `{"begin": N, "synced": B, "verb": .., "names": [..]}` | change N is about to take effect; the first B bytes of the file were durable then |
 //! | `{"put": N, "device": {..}}` | it makes a device, or has it otherwise |
 //! | `{"gone": N, "name": ..}` | it removes a device |

@@ -8,9 +8,9 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::topology::{Device, Topology};
 
-/// The version that is written. Version 1 had no generations, and withheld nothing: all that it has is
-/// read as it is.
-pub const VERSION: u32 = 2;
+/// The version that is written. Version 1 had no generations and withheld nothing, version 2 had no files
+/// of bases: both are read as they are.
+pub const VERSION: u32 = 3;
 const FORMAT: &str = "freestone state";
 /// Digits of a checksum, and the blank.
 const HEAD_BYTES: usize = 17;

@@ -2,13 +2,19 @@
 //! not up or is taken. Such exports stay in the state, and [`again`](crate::again) retries them.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::places::{Place, Seen, Wanted};
 
-/// By device. Locked for a look or a change.
+/// All of them.
 #[derive(Default)]
-pub struct AllAbsent(Mutex<HashMap<String, Vec<Absent>>>);
+pub struct AllAbsent {
+    /// By device. Locked for a look or a change.
+    all: Mutex<HashMap<String, Vec<Absent>>>,
+    /// A thread retries them.
+    is_retried: AtomicBool,
+}
 
 /// An export that is not published.
 #[derive(Debug, Clone)]
@@ -22,9 +28,7 @@ pub struct Absent {
 impl Absent {
     /// Returns the place as text.
     pub fn place(&self) -> String {
-        self.export
-            .as_ref()
-            .map_or("the addresses of the server".into(), |(wanted, _)| wanted.place.to_string())
+        self.export.as_ref().map_or("the server's addresses".into(), |(wanted, _)| wanted.place.to_string())
     }
 
     fn is_at(&self, place: &Place) -> bool {
@@ -35,7 +39,17 @@ impl Absent {
 impl AllAbsent {
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Vec<Absent>>> {
         // A panic cannot leave the map inconsistent, so poisoning is ignored.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns true if there is something to retry, and no thread does that: the caller starts one.
+    pub fn begin_retries(&self) -> bool {
+        !self.names().is_empty() && !self.is_retried.swap(true, Ordering::SeqCst)
+    }
+
+    /// Notes that the thread has ended.
+    pub fn end_retries(&self) {
+        self.is_retried.store(false, Ordering::SeqCst);
     }
 
     /// Returns the names of devices with such exports.
@@ -53,6 +67,14 @@ impl AllAbsent {
         let all = self.of(name);
         let home = all.iter().any(|absent| absent.export.is_none());
         Seen { home, exports: all.into_iter().filter_map(|absent| absent.export).collect() }
+    }
+
+    /// Adds everything that a device is to be seen at, until it is published.
+    pub fn put_all(&self, name: &str, seen: &Seen, why: &str) {
+        let home = seen.home.then_some(None);
+        for export in home.into_iter().chain(seen.exports.iter().cloned().map(Some)) {
+            self.put(name, Absent { export, why: why.to_owned() });
+        }
     }
 
     /// Adds an export. Returns false if it was absent for the same reason before.

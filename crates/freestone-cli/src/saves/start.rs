@@ -73,7 +73,7 @@ impl Saves {
             if !members.is_empty() {
                 unused::unmark(&path);
                 restores.add(Dir { path, state: Content::Closed(Box::new(keep)), when, members });
-            } else if unused::has_expired(&path) {
+            } else if unused::has_expired(&path, when) {
                 warn!("{}: has belonged to no device for long, and is removed", path.display());
                 unused::unmark(&path);
                 forget(&mut keep, &path);

@@ -28,7 +28,8 @@ pub fn directories(content: &Path) -> io::Result<Vec<PathBuf>> {
         let name = row.file_name();
         // Only as it would be written.
         let is_ours = |text: &str| Uuid::parse_str(text).is_ok_and(|uuid| uuid.simple().to_string() == text);
-        if row.file_type()?.is_dir() && name.to_str().is_some_and(is_ours) {
+        // Also a link to a directory on another disk.
+        if row.path().is_dir() && name.to_str().is_some_and(is_ours) {
             all.push(row.path());
         } else {
             warn!("{}: is not a directory of kept content, and is left alone", row.path().display());
@@ -39,13 +40,13 @@ pub fn directories(content: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 /// Returns true if a directory has belonged to no device for [`GRACE`]. Marks a directory without a mark.
-/// If the mark cannot be read or made, the directory stays.
-pub fn has_expired(dir: &Path) -> bool {
+/// If the mark cannot be read or made, the directory stays. A mark from before `saved`, the moment of the
+/// newest save in the directory, was made while the clock was wrong, and is made again.
+pub fn has_expired(dir: &Path, saved: SystemTime) -> bool {
     let mark = dir.join(MARK);
     let since = match fs::metadata(&mark).and_then(|meta| meta.modified()) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            File::create_new(&mark).map(|_| SystemTime::now())
-        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => make(&mark),
+        Ok(since) if since < saved => make(&mark),
         since => since,
     };
     match since {
@@ -55,6 +56,11 @@ pub fn has_expired(dir: &Path) -> bool {
             false
         }
     }
+}
+
+fn make(mark: &Path) -> io::Result<SystemTime> {
+    let now = SystemTime::now();
+    File::create(mark)?.set_modified(now).map(|()| now)
 }
 
 /// Removes the mark, if there is one.
@@ -74,12 +80,21 @@ mod tests {
     #[test]
     fn unused_directory_expires_after_grace() {
         let dir = tempfile::tempdir().unwrap();
-        assert!(!has_expired(dir.path()) && !has_expired(dir.path()));
-        let mark = File::options().write(true).open(dir.path().join(MARK)).unwrap();
-        mark.set_modified(SystemTime::now() - GRACE).unwrap();
-        assert!(has_expired(dir.path()));
+        let saved = SystemTime::now() - 2 * GRACE;
+        let has_expired = || has_expired(dir.path(), saved);
+        let age = |age: Duration| {
+            let mark = File::options().write(true).open(dir.path().join(MARK)).unwrap();
+            mark.set_modified(SystemTime::now() - age).unwrap();
+        };
+        assert!(!has_expired() && !has_expired());
+        age(GRACE);
+        assert!(has_expired());
+        // Of a clock that was wrong.
+        age(3 * GRACE);
+        assert!(!has_expired() && !has_expired());
+        age(GRACE);
         unmark(dir.path());
-        assert!(!has_expired(dir.path()));
+        assert!(!has_expired());
     }
 
     #[test]

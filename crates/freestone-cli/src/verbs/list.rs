@@ -84,6 +84,9 @@ pub struct Row {
     /// Its content was lost with a server, and its exports are withheld.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     withheld: bool,
+    /// Why it is withheld, where nothing was lost.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    withheld_because: Option<String>,
     /// Its last save, where its content is kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     saved: Option<String>,
@@ -220,6 +223,7 @@ pub fn row(entry: &Entry, service: &Service) -> Row {
         merged_percent: entry.kind.cow().and_then(Snapshot::merged_percent),
         progress: service.jobs.show(entry.name()),
         withheld: service.withheld.has(entry.name()),
+        withheld_because: service.withheld.why_whole(entry.name()).map(str::to_owned),
         saved: service.saves.saved(entry),
         content_of: service.saves.behind_of(entry.name()),
         zoned: entry.layers.zones.is_some(),
@@ -277,7 +281,7 @@ fn kind(row: &Row) -> String {
         text.push_str(" zoned");
     }
     if row.withheld {
-        let is_there = row.content_of.is_some() || row.changed.is_some();
+        let is_there = row.content_of.is_some() || row.changed.is_some() || row.withheld_because.is_some();
         text.push_str(if is_there { " withheld" } else { " lost, withheld" });
     }
     if row.changed.is_some() {

@@ -275,6 +275,10 @@ impl State {
     /// Takes all from a share, which waits for nothing any more.
     fn leave(&mut self, id: usize) {
         self.give_back(id, u64::MAX);
+        self.stop_waiting(id);
+    }
+
+    fn stop_waiting(&mut self, id: usize) {
         let share = &mut self.shares[id];
         if std::mem::take(&mut share.wants) > 0 {
             let index = share.group;
@@ -361,19 +365,40 @@ impl Share {
 
     /// Waits for `bytes` beside those that are held, after [`reach`](Self::reach) has found none.
     /// What is not held is given back first: so all that is taken comes back without anybody's
-    /// waiting.
+    /// waiting. A share that waits already gives back what it holds no more, and goes on waiting.
     pub fn wait_for(&mut self, held: u64, bytes: u64) {
-        if self.waits {
+        let excess = self.taken.saturating_sub(held);
+        if self.waits && excess == 0 {
             return;
         }
-        let excess = self.taken.saturating_sub(held);
-        self.taken -= excess;
-        self.waits = true;
         let mut state = self.budget.state.lock();
+        if self.waits && state.shares[self.id].wants == 0 {
+            // Granted since `reach` looked: the next `reach` takes it.
+            return;
+        }
+        self.taken -= excess;
         state.give_back(self.id, excess);
-        // What exceeds the whole, as no request does, would never be there.
-        let bytes = bytes.min(state.main.limit);
-        state.wait(self.id, bytes);
+        if !self.waits {
+            self.waits = true;
+            // What exceeds the whole, as no request does, would never be there.
+            let bytes = bytes.min(state.main.limit);
+            state.wait(self.id, bytes);
+        }
+        serve(state);
+    }
+
+    /// Waits for nothing any more. `held` bytes stay, and what was granted beyond them is given back.
+    pub fn stop_waiting(&mut self, held: u64) {
+        if !std::mem::take(&mut self.waits) {
+            return;
+        }
+        let mut state = self.budget.state.lock();
+        state.stop_waiting(self.id);
+        let share = &state.shares[self.id];
+        let all = share.main + share.kept;
+        let excess = all.saturating_sub(held);
+        state.give_back(self.id, excess);
+        self.taken = all - excess;
         serve(state);
     }
 

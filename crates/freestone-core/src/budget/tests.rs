@@ -54,6 +54,40 @@ fn fill(shares: &mut [(Share, Arc<Told>)], request: u64) -> u64 {
 }
 
 #[test]
+fn waiting_share_gives_back_what_its_requests_release() {
+    let budget = Budget::new(64 * MIB);
+    let (mut a, told_a) = share(&budget);
+    assert!(a.reach(4 * MIB) && !a.reach(14 * MIB));
+    a.wait_for(4 * MIB, 10 * MIB);
+    assert_eq!(told(&told_a), 0);
+    // Its requests have ended: else it would wait for bytes that only it holds.
+    assert!(!a.reach(10 * MIB));
+    a.wait_for(0, 10 * MIB);
+    assert_eq!(told(&told_a), 1);
+    assert!(a.reach(10 * MIB));
+    a.leave();
+    assert_eq!(budget.bytes().1, 0);
+}
+
+#[test]
+fn share_that_stops_waiting_keeps_what_it_holds() {
+    let budget = Budget::new(64 * MIB);
+    let [(mut a, _), (mut b, told_b), (mut c, told_c)] = shares(&budget);
+    assert!(ask(&mut a, 20 * MIB) && b.reach(MIB) && !b.reach(31 * MIB));
+    b.wait_for(MIB, 30 * MIB);
+    b.stop_waiting(MIB);
+    a.leave();
+    assert_eq!((told(&told_b), budget.bytes().1), (0, MIB));
+    b.leave();
+    // Stops after it was granted.
+    assert!(ask(&mut a, 40 * MIB) && !ask(&mut c, 20 * MIB));
+    a.leave();
+    assert_eq!(told(&told_c), 1);
+    c.stop_waiting(0);
+    assert_eq!(budget.bytes().1, 0);
+}
+
+#[test]
 fn shares_of_device_are_served_in_order() {
     let budget = Budget::new(64 * MIB);
     let [(mut a, _), (mut b, _), (mut c, told_c), (mut d, told_d)] = shares(&budget);

@@ -83,6 +83,9 @@ pub(super) struct Watched {
     found: AtomicU8,
 }
 
+/// Of statfs(2), for file systems in user space.
+const FUSE_SUPER_MAGIC: u64 = 0x6573_5546;
+
 impl Watched {
     pub fn new(path: &Path, stat: &Stat) -> Arc<Self> {
         let watched =
@@ -102,14 +105,14 @@ impl Watched {
     }
 
     /// Returns size in bytes, time of modification and inode of the file as it was opened, as text;
-    /// `None` of a disk.
+    /// `None` of a disk. The inode is 0 on FUSE, which may number files anew with each mount.
     pub fn identity(&self) -> Option<String> {
-        match self.opened {
-            Identity::File { place: (_, inode), size, modified: (seconds, nanos) } => {
-                Some(format!("{size} {seconds}.{nanos:09} {inode}"))
-            }
-            Identity::Disk(_) => None,
-        }
+        let Identity::File { place: (_, inode), size, modified: (seconds, nanos) } = self.opened else {
+            return None;
+        };
+        let is_fuse = rustix::fs::statfs(&self.path).is_ok_and(|fs| fs.f_type as u64 == FUSE_SUPER_MAGIC);
+        let inode = if is_fuse { 0 } else { inode };
+        Some(format!("{size} {seconds}.{nanos:09} {inode}"))
     }
 
     /// As of the last look.

@@ -39,6 +39,8 @@ pub struct Member {
     /// By which the next one names it.
     pub salt: u64,
     pub when: SystemTime,
+    /// It has pages as lost.
+    pub has_lost: bool,
 }
 
 /// The files that together are the newest save.
@@ -56,6 +58,11 @@ impl Chain {
     /// Bytes of all files.
     pub fn bytes(&self) -> u64 {
         self.files.iter().map(|file| file.bytes).sum()
+    }
+
+    /// Whether a file has pages as lost, which older files may still have.
+    pub fn has_lost(&self) -> bool {
+        self.files.iter().any(|file| file.has_lost)
     }
 }
 
@@ -110,7 +117,7 @@ impl Dir {
     }
 
     /// The present chain. An older one counts only where a newer one is damaged: a file that cannot be
-    /// read now may be there again later, and would go over what is saved meanwhile.
+    /// read now may be read again later, and would take precedence over what is saved meanwhile.
     pub fn chain(&self, damaged: Damaged) -> Result<Option<Chain>, KeepError> {
         let files = self.files()?;
         let mut generations: Vec<u64> = files.iter().map(|(generation, _)| *generation).collect();
@@ -124,7 +131,7 @@ impl Dir {
                     chain.left_out += files.iter().filter(|(of, _)| *of > generation).count();
                     return Ok(Some(chain));
                 }
-                Err(error) if !is_damage(&error) => return Err(error.into()),
+                Err(error) if !is_damage(&error, damaged) => return Err(error.into()),
                 Err(error) => {
                     tracing::warn!("kept devices: {error}");
                     first_error = first_error.or(Some(error));
@@ -156,7 +163,7 @@ impl Dir {
                     tracing::warn!("kept devices: {error}; what was saved before is used");
                     break;
                 }
-                Err(error) if damaged == Damaged::LeaveOut && is_damage(&error) => {
+                Err(error) if damaged == Damaged::LeaveOut && is_damage(&error, damaged) => {
                     tracing::warn!("kept devices: {error}; what was saved before is used");
                     break;
                 }
@@ -186,7 +193,8 @@ impl Dir {
             scan(&path, 0)?;
         }
         let (salt, bytes, when) = (reader.salt, reader.end.file_bytes, when(&kept));
-        Ok((Member { path, bytes, salt, when }, contents(&reader)))
+        let has_lost = reader.has_lost();
+        Ok((Member { path, bytes, salt, when, has_lost }, contents(&reader)))
     }
 
     /// Removes what is of other generations, so that only the present chain is left.
@@ -217,11 +225,17 @@ impl Dir {
     }
 }
 
-/// Returns true if no later look at a file can find it right: it is missing, or not what was written.
-fn is_damage(error: &RestoreError) -> bool {
+/// Returns true if no later look at a file can find it right: it is missing, or not what was written. If
+/// damaged files are left out, also if the disk fails to read it.
+fn is_damage(error: &RestoreError, damaged: Damaged) -> bool {
+    let is_unreadable = |source: &io::Error| {
+        damaged == Damaged::LeaveOut && source.raw_os_error() == Some(rustix::io::Errno::IO.raw_os_error())
+    };
     match error {
         RestoreError::Foreign(_) | RestoreError::Incomplete(_) | RestoreError::Damaged { .. } => true,
-        RestoreError::Read { source, .. } => source.kind() == io::ErrorKind::NotFound,
+        RestoreError::Read { source, .. } => {
+            source.kind() == io::ErrorKind::NotFound || is_unreadable(source)
+        }
         _ => false,
     }
 }

@@ -162,8 +162,8 @@ impl Keep {
         if let Err(error) = keep.dir.sync() {
             tracing::warn!("kept devices: the next save is a whole one: {error}");
             keep.whole_next = true;
-        } else if keep.chain.as_ref().is_some_and(|chain| chain.left_out == 0) {
-            keep.remove_old();
+        } else if keep.chain.as_ref().is_some_and(|chain| chain.left_out == 0 && !chain.has_lost()) {
+            keep.remove_old(None, true);
         }
         Ok(keep)
     }
@@ -236,12 +236,13 @@ impl Keep {
     ) -> Result<KeptNow, KeepError> {
         saved::plan::check(devices)?;
         let moment = Moment::new(devices)?;
+        let before = self.replaced();
         match self.save_moment(&moment, cancelled, progress) {
             Ok((now, bases, unread)) => {
                 self.last = Some(moment.into_last(bases, &unread));
                 if now.wrote == Wrote::Whole {
                     self.whole_next = false;
-                    self.remove_old();
+                    self.remove_old(before, unread.is_empty());
                 }
                 Ok(now)
             }
@@ -320,7 +321,7 @@ impl Keep {
             self.whole_next |= source.kind() == io::ErrorKind::AlreadyExists;
             failed(source)
         })?;
-        let member = Member { path: path.clone(), bytes: file_bytes, salt, when };
+        let member = Member { path: path.clone(), bytes: file_bytes, salt, when, has_lost: lost > 0 };
         match &mut self.chain {
             Some(chain) if number > 0 => {
                 chain.contents = contents;
@@ -338,11 +339,20 @@ impl Keep {
         Ok((KeptNow { wrote: extent, pages, lost, file_bytes, when }, unread))
     }
 
-    /// Removes what the chain has replaced.
-    fn remove_old(&self) {
-        if let Some(chain) = &self.chain
-            && let Err(error) = self.dir.remove_others(chain.generation)
-        {
+    /// The generation of the present chain, and whether it has pages as lost.
+    fn replaced(&self) -> Option<(u64, bool)> {
+        self.chain.as_ref().map(|chain| (chain.generation, chain.has_lost()))
+    }
+
+    /// Removes what a whole file has replaced. Unless it `has_all` pages, the files stay that may still have
+    /// those that could not be read: the chain `before` it, or what that one has left.
+    fn remove_old(&self, before: Option<(u64, bool)>, has_all: bool) {
+        let removed = match (&self.chain, before) {
+            (Some(chain), _) if has_all => self.dir.remove_others(chain.generation),
+            (Some(_), Some((before, true))) => self.dir.remove(|(generation, _)| generation == before),
+            _ => Ok(()),
+        };
+        if let Err(error) = removed {
             // They do no harm but for the room that they take: the next one removes them.
             tracing::warn!("kept devices: files that are not needed any more stay: {error}");
         }
@@ -387,6 +397,7 @@ impl Keep {
         cancelled: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<u64, KeepError> {
+        let before = self.replaced();
         let Some(chain) = &self.chain else { return Err(KeepError::Nothing(self.dir.path.clone())) };
         let generation = self.dir.next_generation()?;
         let when = chain.files.last().map_or(SystemTime::UNIX_EPOCH, |file| file.when);
@@ -400,7 +411,7 @@ impl Keep {
             last.end();
         }
         let (now, _) = put?;
-        self.remove_old();
+        self.remove_old(before, now.lost == 0);
         Ok(now.file_bytes)
     }
 

@@ -11,8 +11,9 @@ use crate::ram::SetupError;
 use freestone_core::device;
 use freestone_core::file_size_limit::Explained;
 
-/// Why devices could not be saved. The old file, if there was one, is as it was; only where the
-/// very last step failed, to make the new one's name durable, either may be there after a crash.
+/// Why devices could not be saved. The old file, if there was one, is as it was. Only if the last step failed,
+/// which makes the new file's name durable, the new file may be in its place already, and a crash may bring
+/// the old one back.
 #[derive(Debug, Error)]
 pub enum SaveError {
     /// It was asked to stop.

@@ -144,6 +144,11 @@ impl Reader {
         if reader.is_increment() { Err(RestoreError::Increment(reader.path)) } else { Ok(reader) }
     }
 
+    /// Whether the file has pages as lost.
+    pub fn has_lost(&self) -> bool {
+        self.version >= VERSION_LOST
+    }
+
     /// The same of an increment, too.
     pub fn open_any(path: &Path) -> Result<Self, RestoreError> {
         let failed = |source| RestoreError::Read { path: path.to_owned(), source };

@@ -6,6 +6,7 @@
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
+use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -34,6 +35,8 @@ struct State {
     queue: VecDeque<(String, Opener)>,
     /// By name; nothing until the device was opened.
     outcomes: HashMap<String, Option<Outcome>>,
+    /// Threads that open devices of the queue.
+    threads: usize,
     is_abandoned: bool,
 }
 
@@ -43,28 +46,44 @@ pub fn opener<T: Send + 'static>(open: impl FnOnce() -> Result<T, Refusal> + Sen
 }
 
 impl Ahead {
-    /// Begins to open those devices that are far. If no thread can be started, they are opened in their
-    /// turn. What was opened and is not wanted closes when the guard is dropped.
+    /// Begins to open those devices that are far, unless they were abandoned. If no thread can be started,
+    /// they are opened in their turn. What was opened and is not wanted closes when the guard is dropped.
     #[must_use]
     pub fn begin<'a>(self: &Arc<Self>, specs: impl Iterator<Item = &'a Spec>) -> OpenAhead {
         let openers = specs.filter_map(|spec| Some((spec.name.clone(), spec.kind.opener(spec)?)));
         let openers: VecDeque<_> = openers.collect();
         let threads = openers.len().min(THREADS_MAX);
         let mut state = self.lock();
-        state.outcomes = openers.iter().map(|(name, _)| (name.clone(), None)).collect();
-        state.queue = openers;
+        if !state.is_abandoned {
+            state.outcomes = openers.iter().map(|(name, _)| (name.clone(), None)).collect();
+            state.queue = openers;
+        }
         drop(state);
         for _ in 0..threads {
+            self.lock().threads += 1;
             let ahead = Arc::clone(self);
             let run = move || while ahead.open_next() {};
             if thread::Builder::new().name("open".into()).spawn(run).is_err() {
+                self.lock().threads -= 1;
                 break;
             }
         }
         OpenAhead(Arc::clone(self))
     }
 
-    /// Has those who wait for such devices, and who will, fail.
+    /// Forgets a device that was removed. What was opened for it closes, and another device may have its
+    /// name.
+    pub fn forget(&self, name: &str) {
+        let mut state = self.lock();
+        let at = state.queue.iter().position(|(queued, _)| queued == name);
+        let left = (at.and_then(|at| state.queue.remove(at)), state.outcomes.remove(name));
+        drop(state);
+        // Closes connections, outside of the lock.
+        drop(left);
+        self.changed.notify_all();
+    }
+
+    /// Fails every wait for such a device from now on.
     pub fn abandon(&self) {
         let mut state = self.lock();
         state.is_abandoned = true;
@@ -133,14 +152,21 @@ impl Ahead {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Opens the next device. False: there is none.
+    /// Opens the next device. False: there is none, and the thread ends.
     fn open_next(&self) -> bool {
-        let Some((name, open)) = self.lock().queue.pop_front() else { return false };
-        let outcome = open();
         let mut state = self.lock();
-        let left = match state.outcomes.get_mut(&name) {
-            Some(waits) => waits.replace(outcome),
-            None => Some(outcome),
+        let Some((name, open)) = state.queue.pop_front() else {
+            state.threads -= 1;
+            return false;
+        };
+        drop(state);
+        let outcome = panic::catch_unwind(AssertUnwindSafe(open)).ok();
+        let mut state = self.lock();
+        let left = match (state.outcomes.get_mut(&name), outcome) {
+            (Some(waits), Some(outcome)) => waits.replace(outcome),
+            // It panicked: `open` opens the device itself, and its caller sees the panic.
+            (Some(_), None) => state.outcomes.remove(&name).flatten(),
+            (None, outcome) => outcome,
         };
         drop(state);
         // A device that nobody wants closes its connections, outside of the lock.
@@ -156,19 +182,20 @@ impl Ahead {
         open: impl FnOnce() -> Result<T, Refusal>,
     ) -> Result<T, Refusal> {
         let mut state = self.lock();
-        // One that no thread has come to yet is opened here.
-        if let Some(at) = state.queue.iter().position(|(queued, _)| queued == name) {
+        // Without threads nobody else opens it. With threads it is waited for, which `abandon` can end.
+        if state.threads == 0
+            && let Some(at) = state.queue.iter().position(|(queued, _)| queued == name)
+        {
             state.queue.remove(at);
             state.outcomes.remove(name);
         }
         loop {
             let State { outcomes, is_abandoned, .. } = &mut *state;
+            if *is_abandoned {
+                return Err(Refusal::failed(Errno::ECANCELED, "the server is shutting down"));
+            }
             match outcomes.get_mut(name) {
                 None => break,
-                Some(None) if *is_abandoned => {
-                    outcomes.remove(name);
-                    return Err(Refusal::failed(Errno::ECANCELED, "the server is shutting down"));
-                }
                 Some(None) => {
                     state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 }

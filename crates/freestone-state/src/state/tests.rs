@@ -359,6 +359,6 @@ fn a_directory_of_version_1_is_read_and_written_anew() {
     assert_eq!(state.topology().devices().cloned().collect::<Vec<_>>(), expected);
     drop(state);
     let written = fs::read_to_string(&file).unwrap();
-    assert!(written.lines().next().unwrap().contains("\"version\":2"), "{written}");
+    assert!(written.lines().next().unwrap().contains("\"version\":3"), "{written}");
     assert_eq!(open(dir.path()).0.topology().devices().cloned().collect::<Vec<_>>(), expected);
 }

@@ -264,7 +264,7 @@ function many(number, one, more) {
 function flags(row) {
   const words = [];
   if (row.zoned) words.push("zoned");
-  if (row.withheld) words.push(row.content_of ? "withheld" : "lost, withheld");
+  if (row.withheld) words.push(row.content_of || row.changed || row.withheld_because ? "withheld" : "lost, withheld");
   if (row.changed) words.push("changed");
   if (row.status === "Invalid" || row.status === "Overflow") words.push(row.status.toLowerCase());
   if (row.merge && row.merge !== "finished") words.push(`merge ${row.merge}`);
