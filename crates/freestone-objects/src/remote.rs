@@ -122,12 +122,19 @@ impl Remote {
     }
 
     /// Returns the version of an object after a write whose answer has none: some errors look like that.
-    fn written(&self, key: &str, bytes: &[u8], until: Until<'_>) -> Result<Option<Version>> {
-        match self.head(key, until) {
-            Ok(head) if head.bytes == bytes.len() as u64 => Ok(head.version),
-            Ok(_) | Err(Fault::NotFound) => {
-                Err(Fault::Transient(format!("{}: an object that was written is not there", self.place)))
-            }
+    fn written(&self, key: &str, bytes: &[u8], when: When<'_>, until: Until<'_>) -> Result<Option<Version>> {
+        let lost = || Fault::Transient(format!("{}: an object that was written is not there", self.place));
+        if when == When::Always {
+            return match self.head(key, until) {
+                Ok(head) if head.bytes == bytes.len() as u64 => Ok(head.version),
+                Ok(_) | Err(Fault::NotFound) => Err(lost()),
+                Err(fault) => Err(fault),
+            };
+        }
+        // The object before, a tag for example, may have the same length.
+        match self.get(key, None, bytes.len() as u64, until) {
+            Ok(read) if read.bytes == bytes => Ok(read.version),
+            Ok(_) | Err(Fault::NotFound | Fault::TooLong(_)) => Err(lost()),
             Err(fault) => Err(fault),
         }
     }
@@ -254,7 +261,7 @@ impl Objects for Remote {
         let mut said = String::new();
         for form in self.tag_forms(when) {
             let refusal = match self.put_once(&path, bytes, when, form, until)? {
-                Ok(None) if self.dialect == Dialect::S3 => return self.written(key, bytes, until),
+                Ok(None) if self.dialect == Dialect::S3 => return self.written(key, bytes, when, until),
                 Ok(version) => {
                     if matches!(when, When::Unchanged(_)) {
                         self.takes_bare_tags.store(form == TagForm::Bare, Ordering::SeqCst);

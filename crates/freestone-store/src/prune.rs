@@ -68,15 +68,16 @@ struct Work<'a> {
 /// objects were looked at.
 ///
 /// # Errors
-/// [`Error::NoTags`], and what the store answers. Where a tag or a young manifest cannot be read nothing is
-/// deleted.
+/// [`Error::NoTags`], and what the store answers. If a tag, a tagged image or one of its maps is missing or
+/// cannot be read, nothing is deleted.
 pub fn prune(store: &Store, dry: bool, note: &dyn Fn(u64), until: Until<'_>) -> Result<Pruned> {
     let work = Work { store, clock: Clock::start(store, until)?, dry, until };
     let mut roots = work.roots()?;
     let mut pruned = Pruned { images: roots.images, ..Pruned::default() };
     let parts = (0..=u8::MAX).map(|part| format!("{CHUNKS}{part:02x}/"));
-    // Manifests last: while one is there what it refers to should be, too.
-    for prefix in parts.chain([MAPS, TRACES, CLOCKS, MANIFESTS].map(str::to_owned)) {
+    // Manifests first, then maps: a prune that is ended early leaves no image without its parts.
+    for prefix in [MANIFESTS, MAPS, TRACES, CLOCKS].map(str::to_owned).into_iter().chain(parts) {
+        let mut passes = 0;
         // What is listed may be more than there is memory for: then the rest is next.
         loop {
             if roots.are_stale(store) {
@@ -88,6 +89,12 @@ pub fn prune(store: &Store, dry: bool, note: &dyn Fn(u64), until: Until<'_>) -> 
             let is_passed_over = roots.are_stale(store) && !old.is_empty();
             if !is_passed_over && (is_whole || deleted == 0) {
                 break;
+            }
+            passes = if deleted == 0 { passes + 1 } else { 0 };
+            if passes >= ROOTS_TRIES {
+                let url = store.url();
+                let why = format!("{url}: {prefix} cannot be listed and deleted from in {ROOTS_AGE_MAX:?}");
+                return Err(Error::Local(why));
             }
         }
     }
@@ -130,15 +137,29 @@ impl Work<'_> {
     /// Deletes what still is as old as when it was listed, and counts it.
     fn delete(&self, old: &[Listed], roots: &Roots, pruned: &mut Pruned) -> Result<u64> {
         let (deleted, bytes) = (AtomicU64::new(0), AtomicU64::new(0));
+        // All that were deleted too late: their pushes have to be repeated.
+        let late = Mutex::new(Vec::new());
         let outcome = parallel::for_each(AT_ONCE, old.len(), |at| {
-            if self.delete_one(&old[at].key, roots)? {
-                deleted.fetch_add(1, Ordering::SeqCst);
-                bytes.fetch_add(old[at].bytes, Ordering::SeqCst);
+            match self.delete_one(&old[at].key, roots) {
+                Ok(true) => {
+                    deleted.fetch_add(1, Ordering::SeqCst);
+                    bytes.fetch_add(old[at].bytes, Ordering::SeqCst);
+                }
+                Ok(false) => {}
+                Err(Error::DeletedLate(key)) => {
+                    late.lock().unwrap_or_else(PoisonError::into_inner).push(key.clone());
+                    return Err(Error::DeletedLate(key));
+                }
+                Err(error) => return Err(error),
             }
-            Ok::<(), Error>(())
+            Ok(())
         });
         pruned.deleted += deleted.load(Ordering::SeqCst);
         pruned.deleted_bytes += bytes.load(Ordering::SeqCst);
+        let late = late.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if !late.is_empty() {
+            return Err(Error::DeletedLate(late.join(", ")));
+        }
         outcome.map(|()| deleted.into_inner())
     }
 
@@ -165,7 +186,7 @@ impl Work<'_> {
             // One try at a time: the look comes first each time.
             tries += 1;
             let deleted = store.delete_once(key, head.version.as_ref(), until.at_most(left));
-            // Nobody has checked what it deleted, or deletes still.
+            // The store did not check the version, or may still carry out the deletion.
             let is_unknown = match &deleted {
                 Ok(is_checked) => !is_checked,
                 Err(fault) => fault.may_pass(),
@@ -202,33 +223,41 @@ impl Work<'_> {
         let manifests = store.list_all(MANIFESTS, usize::MAX, until)?;
         let young = manifests.iter().filter(|(_, modified)| !self.is_old(**modified));
         let mut images: BTreeSet<Name> = young.filter_map(|(key, _)| name_of(key)).collect();
-        let mut tagged = BTreeSet::new();
         let forgotten = usize::from(mutants::on(Mutant::PruneForgetsTag));
-        for tag in store.tag_names(until)?.into_iter().skip(forgotten) {
-            if let Some(read) = store.tag(&tag, until)? {
-                tagged.insert(read.tag.manifest);
+        let tags: Vec<String> = store.tag_names(until)?.into_iter().skip(forgotten).collect();
+        let tagged = Mutex::new(BTreeSet::new());
+        parallel::for_each(AT_ONCE, tags.len(), |at| {
+            if let Some(read) = store.tag(&tags[at], until)? {
+                tagged.lock().unwrap_or_else(PoisonError::into_inner).insert(read.tag.manifest);
             }
-        }
+            Ok::<(), Error>(())
+        })?;
+        let tagged = tagged.into_inner().unwrap_or_else(PoisonError::into_inner);
         if tagged.is_empty() {
             return Err(Error::NoTags(store.url().to_owned()));
         }
         images.extend(&tagged);
-        let mut names: BTreeSet<Name> = BTreeSet::new();
-        // Whether a tag refers to each.
-        let mut maps: BTreeMap<Name, bool> = BTreeMap::new();
-        for image in &images {
-            let is_tagged = tagged.contains(image);
-            let manifest = match store.manifest(image, until) {
+        // Names, and whether a tag refers to each map.
+        let found: Mutex<(BTreeSet<Name>, BTreeMap<Name, bool>)> = Mutex::default();
+        let all: Vec<Name> = images.iter().copied().collect();
+        parallel::for_each(AT_ONCE, all.len(), |at| {
+            let image = all[at];
+            let is_tagged = tagged.contains(&image);
+            let manifest = match store.manifest(&image, until) {
                 // Another prune deleted it; no tag says so.
-                Err(error) if !is_tagged && error.is_missing() => continue,
+                Err(error) if !is_tagged && error.is_missing() => return Ok(()),
                 manifest => manifest?,
             };
-            names.insert(*image);
+            let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
+            let (names, maps) = &mut *found;
+            names.insert(image);
             for map in manifest.segments.iter().flat_map(|segment| &segment.maps) {
                 names.insert(map.hashes);
                 *maps.entry(map.map).or_default() |= is_tagged;
             }
-        }
+            Ok::<(), Error>(())
+        })?;
+        let (names, maps) = found.into_inner().unwrap_or_else(PoisonError::into_inner);
         let maps: Vec<(Name, bool)> = maps.into_iter().collect();
         let shared = Mutex::new(names);
         parallel::for_each(AT_ONCE, maps.len(), |at| {

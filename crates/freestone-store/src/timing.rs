@@ -1,8 +1,8 @@
 //! The times that let pushes and prunes of one store run side by side.
 //!
 //! A prune reads its roots (tags, and manifests younger than the grace of the store) and deletes what they do
-//! not refer to. It deletes for at most [`ROOTS_AGE_MAX`] after it began to read them, and only objects that
-//! are older than the grace. A look at the object precedes each deletion by at most [`LOOK_TO_DELETE`].
+//! not refer to. It looks at objects for at most [`ROOTS_AGE_MAX`] after it began to read them, and deletes only
+//! those that are older than the grace. A look at the object precedes each deletion by at most [`LOOK_TO_DELETE`].
 //! A push publishes its manifest at most half of the grace after its start.
 //!
 //! A push may refer to an object that it finds in the store, of age `age`, if

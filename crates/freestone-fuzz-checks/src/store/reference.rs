@@ -65,6 +65,14 @@ impl Objects for Guarded {
     fn delete(&self, key: &str, until: Until<'_>) -> Result<()> {
         self.0.delete(key, until)
     }
+
+    fn delete_unchanged(&self, key: &str, read: &Version, until: Until<'_>) -> Result<()> {
+        self.0.delete_unchanged(key, read, until)
+    }
+
+    fn uptime(&self) -> Duration {
+        self.0.uptime()
+    }
 }
 
 /// A store with these objects.

@@ -42,7 +42,7 @@ fn quirky_store_takes_tags() {
     let first_put = |asked: &Asked<'_>| asked.method == "PUT" && asked.nth == 1;
     let every_third_put = |asked: &Asked<'_>| asked.method == "PUT" && asked.nth % 3 == 1;
     let never = |_: &Asked<'_>| false;
-    let quirks: [Quirk; 9] = [
+    let quirks: [Quirk; 10] = [
         ("any form of a tag", Conditions::Any, never, None),
         ("tags with quotes", Conditions::Quoted, never, None),
         ("tags without quotes", Conditions::Bare, never, None),
@@ -57,6 +57,12 @@ fn quirky_store_takes_tags() {
             Some(Trouble::StatusAfter(500, "Internal")),
         ),
         ("error in a good answer", Conditions::Quoted, first_put, Some(Trouble::Status(200, "Internal"))),
+        (
+            "errors in good answers",
+            Conditions::Quoted,
+            every_third_put,
+            Some(Trouble::Status(200, "Internal")),
+        ),
     ];
     for (name, conditions, when, trouble) in quirks {
         let server = server(conditions, when, trouble);

@@ -131,7 +131,7 @@ impl Dir {
                     chain.left_out += files.iter().filter(|(of, _)| *of > generation).count();
                     return Ok(Some(chain));
                 }
-                Err(error) if !is_damage(&error, damaged) => return Err(error.into()),
+                Err(error) if !is_damage(&error) => return Err(error.into()),
                 Err(error) => {
                     tracing::warn!("kept devices: {error}");
                     first_error = first_error.or(Some(error));
@@ -163,7 +163,7 @@ impl Dir {
                     tracing::warn!("kept devices: {error}; what was saved before is used");
                     break;
                 }
-                Err(error) if damaged == Damaged::LeaveOut && is_damage(&error, damaged) => {
+                Err(error) if damaged == Damaged::LeaveOut && is_damage(&error) => {
                     tracing::warn!("kept devices: {error}; what was saved before is used");
                     break;
                 }
@@ -225,17 +225,11 @@ impl Dir {
     }
 }
 
-/// Returns true if no later look at a file can find it right: it is missing, or not what was written. If
-/// damaged files are left out, also if the disk fails to read it.
-fn is_damage(error: &RestoreError, damaged: Damaged) -> bool {
-    let is_unreadable = |source: &io::Error| {
-        damaged == Damaged::LeaveOut && source.raw_os_error() == Some(rustix::io::Errno::IO.raw_os_error())
-    };
+/// Returns true if no later look at a file can find it right: it is missing, or not what was written.
+fn is_damage(error: &RestoreError) -> bool {
     match error {
         RestoreError::Foreign(_) | RestoreError::Incomplete(_) | RestoreError::Damaged { .. } => true,
-        RestoreError::Read { source, .. } => {
-            source.kind() == io::ErrorKind::NotFound || is_unreadable(source)
-        }
+        RestoreError::Read { source, .. } => source.kind() == io::ErrorKind::NotFound,
         _ => false,
     }
 }

@@ -35,8 +35,9 @@ const TURN: &str = ".turn";
 const UNFINISHED: &str = ".unfinished";
 /// What is not complete after this time nobody completes any more.
 const LEFT_AFTER: Duration = Duration::from_secs(24 * 3600);
-/// How often a lock is tried that another has.
-const LOCK_PAUSE: Duration = Duration::from_millis(5);
+/// Pauses between tries of a lock that another has: the first, which doubles, and the longest.
+const LOCK_PAUSE_MIN: Duration = Duration::from_micros(50);
+const LOCK_PAUSE_MAX: Duration = Duration::from_millis(5);
 
 /// A directory with objects.
 #[derive(Debug)]
@@ -79,6 +80,7 @@ impl Directory {
         } else {
             FlockOperation::NonBlockingLockShared
         };
+        let mut pause = LOCK_PAUSE_MIN;
         loop {
             match flock(&file, operation) {
                 Ok(()) => return Ok(file),
@@ -86,7 +88,8 @@ impl Directory {
                 Err(errno) => return Err(of_io(&path, &errno.into())),
             }
             until.check()?;
-            thread::sleep(LOCK_PAUSE);
+            thread::sleep(pause);
+            pause = LOCK_PAUSE_MAX.min(pause * 2);
         }
     }
 
@@ -257,7 +260,10 @@ impl Objects for Directory {
         }
         let _lock = self.lock(true, until)?;
         check_version(&path, read)?;
-        fs::remove_file(&path).map_err(|e| of_io(&path, &e))
+        match fs::remove_file(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Err(Fault::Condition),
+            removed => removed.map_err(|e| of_io(&path, &e)),
+        }
     }
 }
 

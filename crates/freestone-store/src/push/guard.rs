@@ -33,14 +33,21 @@ impl<'a> Guard<'a> {
         let key = format!("{MANIFESTS}{image}");
         let grace = store.domain().grace;
         let head = store.head(&key, until)?.ok_or_else(|| Error::ParentGoes(key.clone()))?;
-        if timing::is_reusable(clock.age_at_most(head.modified), grace) {
+        let age = || clock.age_at_most(head.modified);
+        if timing::is_reusable(age(), grace) {
             return Ok(Self::Young);
         }
+        // A prune that began while the manifest was too old does not know what it refers to. Such a manifest is
+        // not written again: the next push would take it for young, although parts of the image are deleted.
+        if timing::may_be_in_deletion(age() + timing::ROOTS_AGE_MAX, grace) {
+            return Err(Error::ParentGoes(key));
+        }
         let most = crate::format::meta::STORED_BYTES_MAX;
-        let object = store.read(&key, most, until)?.bytes;
-        store.write(&key, &object, until)?;
-        // A prune that began while the manifest was too old does not know what it refers to.
-        if timing::may_be_in_deletion(clock.age_at_most(head.modified), grace) {
+        let soon = until.at_most(timing::ROOTS_AGE_MAX / 2);
+        let object = store.read(&key, most, soon)?.bytes;
+        store.write(&key, &object, soon)?;
+        // This host may have slept.
+        if timing::may_be_in_deletion(age(), grace) {
             return Err(Error::ParentGoes(key));
         }
         Ok(Self::Young)

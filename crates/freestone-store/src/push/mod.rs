@@ -174,7 +174,13 @@ pub fn push(
         done: AtomicU64::new(0),
         note,
     };
-    let segments = work.segments(size, parent_image.as_ref(), base_image.as_ref()).map_err(is_late)?;
+    let segments = work.segments(size, parent_image.as_ref(), base_image.as_ref());
+    let segments = segments.map_err(|error| match (&guard, &parent) {
+        (Guard::Young | Guard::OtherTag(..), Some(parent)) if error.is_missing() => {
+            Error::ParentGoes(format!("{MANIFESTS}{parent}"))
+        }
+        _ => is_late(error),
+    })?;
     let pushed = |manifest, generation, is_new| Pushed {
         manifest,
         generation,

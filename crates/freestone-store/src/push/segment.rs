@@ -108,13 +108,21 @@ impl Task<'_> {
         let naming = &self.work.store.domain().naming;
         let (own, base) = match (self.work.source.over, self.base) {
             (Some(over), Some(maps)) => {
-                let own = own(over.layers, self.start, self.len)?;
                 let base = if maps == self.parent {
-                    old.hashes.clone()
+                    Some(old.hashes.clone())
                 } else {
-                    Old::read(self.work.store, maps, self.work.until)?.hashes
+                    match Old::read(self.work.store, maps, self.work.until) {
+                        Ok(base) => Some(base.hashes),
+                        // No tag refers to the base, and a prune deleted parts of it.
+                        Err(error) if error.is_missing() => None,
+                        Err(error) => return Err(error),
+                    }
                 };
-                (Some(own), base)
+                match base {
+                    Some(base) => (Some(own(over.layers, self.start, self.len)?), base),
+                    // All of the device is read.
+                    None => (None, Vec::new()),
+                }
             }
             _ => (None, Vec::new()),
         };

@@ -39,10 +39,10 @@ pub enum Error {
          removed on purpose, push an image and prune again, or delete the whole store"
     )]
     NoTags(String),
-    /// An object was deleted later than a push waits for.
+    /// Objects were deleted later than a push waits for.
     #[error(
-        "{0}: this host slept, or the store hung, while the object was deleted; if a push has written it \
-         again meanwhile, repeat that push with --full"
+        "{0}: this host slept, or the store hung, while this was deleted; if a push has written it again \
+         meanwhile, repeat that push with --full"
     )]
     DeletedLate(String),
     /// A tag was set later than a prune waits for.

@@ -125,8 +125,11 @@ impl Store {
                 }
                 return Ok((store, is_new));
             }
-            conditions::check(&*objects, until)?;
             let (_, written) = Domain::new(secret, begin.encrypted, begin.grace);
+            // A description that could not be opened is not written.
+            let opened = written.open(secret);
+            opened.map_err(|refused| Error::Refused(objects.url().to_owned(), refused))?;
+            conditions::check(&*objects, until)?;
             let put = || objects.put(domain::KEY, &written.bytes(), When::Absent, until.at_most(TRY_MAX));
             match again(until, put) {
                 Ok(_) => is_new = true,

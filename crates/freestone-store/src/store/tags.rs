@@ -75,11 +75,11 @@ impl Store {
     /// What the store answers.
     pub fn tag_names(&self, until: Until<'_>) -> Result<Vec<String>> {
         let listed = self.list_all(TAGS, TAGS_MAX, until)?;
-        let names = listed.keys().filter_map(|key| key.strip_prefix(TAGS));
-        let names: Vec<String> = names.filter(|name| tag::is_name(name)).map(str::to_owned).collect();
-        if names.len() >= TAGS_MAX {
-            return Err(Error::Local(format!("{}: has more than {TAGS_MAX} tags", self.url())));
+        // Others may lie behind them.
+        if listed.len() >= TAGS_MAX {
+            return Err(Error::Local(format!("{}: has {TAGS_MAX} tags or more", self.url())));
         }
-        Ok(names)
+        let names = listed.keys().filter_map(|key| key.strip_prefix(TAGS));
+        Ok(names.filter(|name| tag::is_name(name)).map(str::to_owned).collect())
     }
 }

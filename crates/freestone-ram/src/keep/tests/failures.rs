@@ -146,7 +146,7 @@ fn merge_dir_sync_fails_next_save_is_whole() {
     inject(Some(fault(Call::SyncDir, 0, 1)));
     let failed = life.keep.merge(&never, &mut |_, _| {}).unwrap_err();
     inject(None);
-    assert!(failed.to_string().contains("a crash may undo that"), "{failed}");
+    assert!(failed.to_string().contains("a crash may bring the old one back"), "{failed}");
     let names: Vec<_> = files(&life.path()).into_keys().collect();
     assert_eq!(names, ["0000000001-0001.part", "0000000001.whole", "0000000002.whole"]);
     assert!(!life.keep.is_merge_due());
