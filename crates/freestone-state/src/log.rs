@@ -151,7 +151,7 @@ impl Log {
             tracing::warn!("{}: cannot be replaced, and goes on as it is: {error}", log.path.display());
             log.is_unknown |= is_cut && log.file.set_len(bytes).is_err();
             // A server that was killed may not have synced its last line.
-            log.is_unknown |= log.file.sync_all().and_then(|()| log.dir.sync_all()).is_err();
+            log.is_unknown |= log.file.sync_data().and_then(|()| log.dir.sync_all()).is_err();
         }
         // For the next start. Without it a start on a full disk may fail, and this one goes on.
         let _ = log.reserve(0);

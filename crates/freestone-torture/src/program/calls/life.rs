@@ -26,8 +26,8 @@ use crate::oracle::{Fill, Kind as Writing, Outcome, fill};
 const PATIENCE: Duration = Duration::from_secs(3);
 /// Longest wait for a save that is due.
 const SAVE_MAX: Duration = Duration::from_secs(5);
-/// Threads that pools may keep beyond those of a run without failures.
-const POOL_THREADS: usize = 2;
+/// Threads beyond those of a run without failures: of a file that has no ring, or of pools.
+const POOL_THREADS: usize = 4;
 /// Longest time until threads and descriptors of what was removed are gone.
 const HELD_MAX: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -111,15 +111,11 @@ impl<'a> Life<'a> {
         self.case.is_none_or(|case| case.extent == Extent::Once)
     }
 
-    /// After an error of the state's own disk all further verbs are refused, as docs/restarts.md says.
-    fn state_is_broken(&self) -> bool {
-        self.case.is_some_and(|case| {
-            case.site.object.starts_with("state/topology")
-                && case
-                    .site
-                    .kind()
-                    .is_some_and(|kind| matches!(kind.name, "fsync" | "fdatasync") || kind.may_be_done)
-        })
+    /// While the state's own disk goes on failing, verbs are refused, and a start withholds kept content, as
+    /// docs/restarts.md says.
+    pub fn state_is_broken(&self) -> bool {
+        self.case
+            .is_some_and(|case| case.extent != Extent::Once && case.site.object.starts_with("state/topology"))
     }
 
     // ---- verbs ----------------------------------------------------------------------------------
