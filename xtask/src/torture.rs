@@ -35,10 +35,6 @@ pub const SHORT: Lengths = Lengths { exact_runs: 80, threads: 12, lives: 12 };
 /// In the slow lane.
 pub const LONG: Lengths = Lengths { exact_runs: 220, threads: 120, lives: 360 };
 
-/// Length of the sweep of failing calls in the gate and in the slow lane.
-pub const CALLS_SHORT_SECONDS: u64 = 120;
-pub const CALLS_LONG_SECONDS: u64 = 660;
-
 /// A fault has to be found in this time.
 const MUTANT_SECONDS: u64 = 600;
 
@@ -144,17 +140,6 @@ pub fn mutants(only: &[String]) -> Result<Outcome> {
         counts += Counts::one(found);
     }
     Ok(Outcome { counts, ..Outcome::of(counts.failed == 0) })
-}
-
-/// Runs the sweep of failing calls for so many seconds. Each commit has other cases.
-pub fn calls(seconds: u64) -> Result<Outcome> {
-    let Some(programs) = workspace::programs()? else { return Ok(Outcome::default()) };
-    let commits = Command::new("git").args(["rev-list", "--count", "HEAD"]).output();
-    let commits = commits.ok().and_then(|output| String::from_utf8(output.stdout).ok()?.trim().parse().ok());
-    let seed = commits.or(Some(GATE_SEED));
-    let run = Run { mode: Mode::Calls, seed, seconds, runs: None, mutant: None };
-    let passed = run.on(&programs)?.success();
-    Ok(Outcome { counts: Counts::one(passed), ..Outcome::of(passed) })
 }
 
 /// With a fault put back, or, in the same build, with none.

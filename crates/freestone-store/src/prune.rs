@@ -3,7 +3,7 @@
 //! Kept is what tags refer to, and what manifests do that are younger than the grace: a push may be about
 //! to set a tag to one. Without any tag nothing is deleted, as the tags may be missing by mistake. Objects
 //! are looked at once more just before they are deleted, as a push may have written them again; tags and
-//! manifests are read anew after [`ROOTS_AGE_MAX`]. So a push that keeps to its part (`push`) never refers to
+//! manifests are read anew after `ROOTS_AGE_MAX`. So a push that keeps to its part (`push`) never refers to
 //! an object that is deleted: `timing` says why.
 
 use crate::rt::sync::Mutex;

@@ -28,8 +28,13 @@ pub fn directories(content: &Path) -> io::Result<Vec<PathBuf>> {
         let name = row.file_name();
         // Only as it would be written.
         let is_ours = |text: &str| Uuid::parse_str(text).is_ok_and(|uuid| uuid.simple().to_string() == text);
-        // Also a link to a directory on another disk.
-        if row.path().is_dir() && name.to_str().is_some_and(is_ours) {
+        // Also a link to a directory on another disk. What cannot be examined is not taken for foreign: its
+        // devices are refused when it is opened.
+        let is_dir = match fs::metadata(row.path()) {
+            Ok(meta) => meta.is_dir(),
+            Err(error) => error.kind() != io::ErrorKind::NotFound,
+        };
+        if is_dir && name.to_str().is_some_and(is_ours) {
             all.push(row.path());
         } else {
             warn!("{}: is not a directory of kept content, and is left alone", row.path().display());

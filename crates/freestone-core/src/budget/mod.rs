@@ -8,8 +8,8 @@
 //! Nothing that is held can be taken away, and a hung disk, a rate limit or a client that reads nothing
 //! may hold it for good. So what a device and a connection may hold depends on what is free, which
 //! leaves a part for everyone who comes later:
-//! * All shares of a device together hold at most a quarter of what is free ([`DEVICE_PART`]).
-//! * A share holds at most twice what its device may still take ([`SHARE_ROOMS`]).
+//! * All shares of a device together hold at most a quarter of what is free (`DEVICE_PART`).
+//! * A share holds at most twice what its device may still take (`SHARE_ROOMS`).
 //! * A device that holds nothing may take all that is free, and so may, beside the above, one share of
 //!   each device that holds nothing: the largest request passes.
 //! * An eighth is for shares that hold little ([`LITTLE_BYTES`]), by the same rule for each device.

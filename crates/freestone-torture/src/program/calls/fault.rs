@@ -10,7 +10,7 @@ use super::kinds::{KINDS, Kind, errno_name, errno_of};
 /// A numbered call.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Site {
-    /// Name of its [`Kind`].
+    /// Name of its kind.
     pub call: String,
     /// File, directory or kind of descriptor, with all numbers replaced by `#`.
     pub object: String,

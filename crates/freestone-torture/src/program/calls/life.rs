@@ -114,8 +114,7 @@ impl<'a> Life<'a> {
     /// While the state's own disk goes on failing, verbs are refused, and a start withholds kept content, as
     /// docs/restarts.md says.
     pub fn state_is_broken(&self) -> bool {
-        self.case
-            .is_some_and(|case| case.extent != Extent::Once && case.site.object.starts_with("state/topology"))
+        self.case.is_some_and(|case| case.extent != Extent::Once && case.site.object.starts_with("state"))
     }
 
     // ---- verbs ----------------------------------------------------------------------------------
