@@ -19,9 +19,11 @@ pub const PAUSE: Duration = Duration::from_secs(2);
 /// Publishes a device wherever a state has it. Logs exports that cannot be published, once for each reason.
 pub fn show(service: &Service, claim: &Claim<'_>, entry: &Arc<Entry>, seen: &Seen) {
     for absent in service.show_each(claim, entry, seen) {
-        let (name, place) = (entry.name(), absent.place());
-        let line =
-            format!("{name}: not published at {place}: {}; the server tries again every 2 s", absent.why);
+        let (name, place, pause) = (entry.name(), absent.place(), PAUSE.as_secs());
+        let line = format!(
+            "{name}: not published at {place}: {}; the server tries again every {pause} s",
+            absent.why
+        );
         if service.exports.absent.put(name, absent) {
             error!("{line}");
         }
@@ -67,12 +69,10 @@ fn try_again(service: &Service, name: &str) -> Result<(), Fault> {
     let claim = service.claim("publish", name)?;
     let seen = service.exports.absent.seen(name);
     let Some(entry) = service.registry.find(name) else { return Ok(()) };
-    if service.records.enter(&[name]).is_err() {
-        // The server ends.
-        return Ok(());
-    }
+    // Else the server ends.
+    let Ok(entered) = service.records.enter(&[name]) else { return Ok(()) };
     show(service, &claim, &entry, &seen);
-    service.records.leave();
+    drop(entered);
     if service.exports.absent.of(name).is_empty() {
         info!("{name}: published again wherever it was");
     }

@@ -57,12 +57,10 @@ pub fn tell(error: &anyhow::Error) {
 }
 
 fn errno(error: &anyhow::Error) -> Errno {
-    match error.chain().find_map(|part| part.downcast_ref::<io::Error>()).map(io::Error::kind) {
+    let cause = error.chain().find_map(|part| part.downcast_ref::<io::Error>());
+    match cause.map(io::Error::kind) {
         Some(io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => Errno::ETIMEDOUT,
-        Some(io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge) => {
-            Errno::ENOSPC
-        }
-        _ => Errno::EIO,
+        _ => cause.map_or(Errno::EIO, Errno::of_file),
     }
 }
 

@@ -112,13 +112,10 @@ impl Late {
             let (Some(next), Some(service)) = (next, service.upgrade()) else { return };
             let family = self.families.swap_remove(next);
             let names: Vec<&str> = family.iter().map(|device| device.name.as_str()).collect();
-            if service.records.enter(&names).is_err() {
-                return;
-            }
+            let Ok(_entered) = service.records.enter(&names) else { return };
             if let Err(fault) = start::show_late(&service, &family, &mut self.again) {
                 error!("{}", fault.message);
             }
-            service.records.leave();
         }
     }
 }

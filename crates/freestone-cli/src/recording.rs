@@ -15,7 +15,7 @@ use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::paths::address_text;
 use crate::places::{Place, Seen, Wanted};
-use crate::records::{export, refused, too_late};
+use crate::records::{Entered, export, refused, too_late};
 use crate::service::Service;
 
 /// A change of devices that has begun.
@@ -25,21 +25,27 @@ pub struct Recording<'a> {
     /// Devices that could not be made again are forgotten, too.
     forgets_missing: bool,
     change: Option<(&'a State, Change<'a>)>,
+    /// Dropped after the change.
+    _entered: Option<Entered<'a>>,
 }
 
 impl<'a> Recording<'a> {
     /// A verb is about to change these devices, which it has claimed.
     pub fn begin(service: &'a Service, _: &Claim<'_>, verb: &str, names: &[&str]) -> Result<Self, Fault> {
         let Some(state) = service.records.state() else {
-            return Ok(Self { service, names: Vec::new(), forgets_missing: false, change: None });
+            return Ok(Self {
+                service,
+                names: Vec::new(),
+                forgets_missing: false,
+                change: None,
+                _entered: None,
+            });
         };
-        service.records.enter(names)?;
+        let entered = service.records.enter(names)?;
+        let change = state.begin(verb, names).map_err(|error| refused(&error))?;
         let names = names.iter().map(|name| (*name).to_owned()).collect();
-        // From here on it leaves when it is dropped.
-        let mut begun = Self { service, names, forgets_missing: false, change: None };
-        let all: Vec<&str> = begun.names.iter().map(String::as_str).collect();
-        begun.change = Some((state, state.begin(verb, &all).map_err(|error| refused(&error))?));
-        Ok(begun)
+        let change = Some((state, change));
+        Ok(Self { service, names, forgets_missing: false, change, _entered: Some(entered) })
     }
 
     /// All is done. Durable when this returns.
@@ -85,14 +91,6 @@ impl<'a> Recording<'a> {
     /// Has [`commit`](Self::commit) also forget devices that could not be made again.
     pub fn forget_missing(&mut self) {
         self.forgets_missing = true;
-    }
-}
-
-impl Drop for Recording<'_> {
-    fn drop(&mut self) {
-        if self.service.records.state().is_some() {
-            self.service.records.leave();
-        }
     }
 }
 

@@ -46,6 +46,16 @@ struct UnderWay {
     ends: bool,
 }
 
+/// A change that has begun: the end of the server waits for it.
+pub struct Entered<'a>(&'a Records);
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        self.0.under_way().changes -= 1;
+        self.0.one_is_over.notify_all();
+    }
+}
+
 impl Records {
     /// From now on.
     pub fn keep(&self, state: State) {
@@ -97,20 +107,14 @@ impl Records {
         self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A change begins; not where the server ends.
-    pub fn enter(&self, names: &[&str]) -> Result<(), Fault> {
+    /// A change begins, and goes on until the guard is dropped; not where the server ends.
+    pub fn enter(&self, names: &[&str]) -> Result<Entered<'_>, Fault> {
         let mut under_way = self.under_way();
         if under_way.ends {
             return Err(too_late(&names.join(", ")));
         }
         under_way.changes += 1;
-        Ok(())
-    }
-
-    /// It is over.
-    pub fn leave(&self) {
-        self.under_way().changes -= 1;
-        self.one_is_over.notify_all();
+        Ok(Entered(self))
     }
 
     /// A device is there again, or another one in its place; or nobody wants it any more.
@@ -164,11 +168,8 @@ pub fn too_late(names: &str) -> Fault {
 pub fn refused(error: &StateError) -> Fault {
     let errno = match error {
         StateError::Write(_, error) => match error.kind() {
-            std::io::ErrorKind::StorageFull
-            | std::io::ErrorKind::QuotaExceeded
-            | std::io::ErrorKind::FileTooLarge => Errno::ENOSPC,
             std::io::ErrorKind::ReadOnlyFilesystem => Errno::EROFS,
-            _ => Errno::EIO,
+            _ => Errno::of_file(error),
         },
         _ => Errno::EIO,
     };

@@ -1,7 +1,5 @@
 //! Files behind devices: how they are opened, and what is said where they are not.
 
-use std::io;
-
 use freestone::file::{self, File};
 
 use crate::refusal::{Errno, Refusal};
@@ -16,12 +14,7 @@ pub fn open(config: &file::Config, key: &str) -> Result<File, Refusal> {
 pub fn errno_of(error: &file::SetupError) -> Errno {
     match error {
         file::SetupError::InUse { .. } => Errno::EBUSY,
-        file::SetupError::Call { source, .. } => match source.kind() {
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
-                Errno::ENOSPC
-            }
-            _ => Errno::EIO,
-        },
+        file::SetupError::Call { source, .. } => Errno::of_file(source),
         _ => Errno::EIO,
     }
 }

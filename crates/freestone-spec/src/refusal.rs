@@ -1,6 +1,7 @@
 //! Why something is not done with a device.
 
 use std::fmt::Display;
+use std::io;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -43,6 +44,19 @@ pub enum Errno {
     ECANCELED,
     /// No server answers: said by the program, not by a server.
     ECONNREFUSED,
+}
+
+impl Errno {
+    /// The errno of a call on a file that failed: ENOSPC if the disk, a quota or `RLIMIT_FSIZE` leaves no room,
+    /// else EIO.
+    pub fn of_file(error: &io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+                Self::ENOSPC
+            }
+            _ => Self::EIO,
+        }
+    }
 }
 
 /// Why something is not done: one sentence that names device and key.

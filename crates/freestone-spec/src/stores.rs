@@ -192,11 +192,8 @@ impl StoreSpec {
 
 fn errno_of(error: &io::Error) -> Errno {
     match error.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
-            Errno::ENOSPC
-        }
         io::ErrorKind::ReadOnlyFilesystem => Errno::EROFS,
-        _ => Errno::EIO,
+        _ => Errno::of_file(error),
     }
 }
 

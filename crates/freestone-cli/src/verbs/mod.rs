@@ -115,12 +115,9 @@ fn check_bare(entry: &Entry, done: &str) -> Result<(), Fault> {
 /// Why a file was not written, for programs.
 fn errno_of_write(error: &io::Error) -> Errno {
     match error.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
-            Errno::ENOSPC
-        }
         io::ErrorKind::ResourceBusy => Errno::EBUSY,
         io::ErrorKind::AlreadyExists => Errno::EEXIST,
-        _ => Errno::EIO,
+        _ => Errno::of_file(error),
     }
 }
 

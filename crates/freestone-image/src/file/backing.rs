@@ -185,3 +185,29 @@ pub(super) fn error(errno: Errno) -> Error {
         _ => Error::Media,
     }
 }
+
+#[cfg(test)]
+impl Backing {
+    /// A backing of a file in memory.
+    pub fn in_memory(size: u64, direct: bool) -> Self {
+        let fd = rustix::fs::memfd_create("backing", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, size).unwrap();
+        let geometry = Geometry {
+            size,
+            logical_block: 512,
+            physical_block: 4096,
+            io_min: 4096,
+            io_opt: 4096,
+            discard_granularity: 4096,
+            fast_zeroes: true,
+            volatile_cache: true,
+            padding: 0,
+            volatile_media: false,
+            rotational: false,
+            max_request: 0,
+            read_only: false,
+            zones: None,
+        };
+        Self::new(fd, PathBuf::from("backing"), false, direct, geometry)
+    }
+}

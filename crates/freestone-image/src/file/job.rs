@@ -262,31 +262,11 @@ impl Job {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use freestone_core::device::Geometry;
-    use std::path::PathBuf;
 
     const SIZE: u64 = 1 << 20;
 
     fn backing(direct: bool) -> Backing {
-        let fd = rustix::fs::memfd_create("job", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-        rustix::fs::ftruncate(&fd, SIZE).unwrap();
-        let geometry = Geometry {
-            size: SIZE,
-            logical_block: 512,
-            physical_block: 4096,
-            io_min: 4096,
-            io_opt: 4096,
-            discard_granularity: 4096,
-            fast_zeroes: true,
-            volatile_cache: true,
-            padding: 0,
-            volatile_media: false,
-            rotational: false,
-            max_request: 0,
-            read_only: false,
-            zones: None,
-        };
-        Backing::new(fd, PathBuf::from("job"), false, direct, geometry)
+        Backing::in_memory(SIZE, direct)
     }
 
     fn job(request: Request) -> Job {

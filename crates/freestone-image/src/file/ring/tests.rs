@@ -1,6 +1,5 @@
 use super::*;
-use freestone_core::device::{Completion, Geometry, IoBuf, Request};
-use std::path::PathBuf;
+use freestone_core::device::{Completion, IoBuf, Request};
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::mpsc;
 
@@ -9,25 +8,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// With a thread that waits for answers.
 fn ring() -> Ring {
-    let fd = rustix::fs::memfd_create("ring", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-    rustix::fs::ftruncate(&fd, SIZE).unwrap();
-    let geometry = Geometry {
-        size: SIZE,
-        logical_block: 512,
-        physical_block: 4096,
-        io_min: 4096,
-        io_opt: 4096,
-        discard_granularity: 4096,
-        fast_zeroes: true,
-        volatile_cache: true,
-        padding: 0,
-        volatile_media: false,
-        rotational: false,
-        max_request: 0,
-        read_only: false,
-        zones: None,
-    };
-    let backing = Backing::new(fd, PathBuf::from("ring"), false, false, geometry);
+    let backing = Backing::in_memory(SIZE, false);
     let ring = Ring::start(&Arc::new(backing)).unwrap();
     let (tx, rx) = mpsc::channel();
     ring.submit(read(&tx));
