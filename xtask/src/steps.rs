@@ -64,6 +64,8 @@ pub enum Step {
     Tsan,
     /// Gate: `AddressSanitizer` over the suites with most unchecked memory access
     Asan,
+    /// Gate: two minutes of servers whose system calls fail, other ones with each commit
+    TortureCalls,
     /// Slow: all tests with all their cases
     TestFull,
     /// Slow: all loom models, those that take longest too
@@ -76,6 +78,8 @@ pub enum Step {
     Mutants,
     /// Slow: the torture with more seeds, and servers that are killed for six minutes
     TortureLong,
+    /// Slow: servers whose system calls fail, for eleven minutes, other ones with each commit
+    TortureCallsLong,
     /// Slow: zram writeback in a stock kernel, all sequences
     LabWriteback,
     /// Slow: zones of `null_blk` and ours, the same random operations
@@ -169,6 +173,8 @@ impl Step {
             Self::Torture => torture::fixed(torture::SHORT),
             Self::Mutants => torture::mutants(&[]),
             Self::TortureLong => torture::fixed(torture::LONG),
+            Self::TortureCalls => torture::calls(torture::CALLS_SHORT_SECONDS),
+            Self::TortureCallsLong => torture::calls(torture::CALLS_LONG_SECONDS),
             Self::Variants => variants(),
             Self::Reproduce => reproduce(),
             Self::Models => models(&[]),
@@ -503,7 +509,7 @@ mod tests {
         assert_eq!(chosen(&[Step::Test, Step::Fmt]), [Step::Fmt, Step::Test]);
         assert_eq!(of_lane(Lane::Test).first(), Some(&Step::Packages));
         assert_eq!(of_lane(Lane::Test).last(), Some(&Step::Torture));
-        assert_eq!(of_lane(Lane::Gate).last(), Some(&Step::Asan));
+        assert_eq!(of_lane(Lane::Gate).last(), Some(&Step::TortureCalls));
         assert!(of_lane(Lane::Slow).contains(&Step::Reproduce));
     }
 

@@ -35,6 +35,10 @@ pub const SHORT: Lengths = Lengths { exact_runs: 80, threads: 12, lives: 12 };
 /// In the slow lane.
 pub const LONG: Lengths = Lengths { exact_runs: 220, threads: 120, lives: 360 };
 
+/// Length of the sweep of failing calls in the gate and in the slow lane.
+pub const CALLS_SHORT_SECONDS: u64 = 120;
+pub const CALLS_LONG_SECONDS: u64 = 660;
+
 /// A fault has to be found in this time.
 const MUTANT_SECONDS: u64 = 600;
 
@@ -54,28 +58,36 @@ pub enum Mode {
     Calls,
 }
 
-/// The faults that can be put back (`freestone::mutants`), and the mode that finds each.
-const MUTANTS: [(&str, Mode); 20] = [
-    ("PinnedCall", Mode::Exact),
-    ("FalseNoSpace", Mode::Exact),
-    ("TooManyReads", Mode::Exact),
-    ("ZonesBelieveFailure", Mode::Exact),
-    ("DeltaEndsWithBase", Mode::Exact),
-    ("MergeBelievesFailure", Mode::Exact),
-    ("MergeUnmarked", Mode::Exact),
-    ("OneVerbAtATime", Mode::Program),
-    ("SpillsChangedPages", Mode::Exact),
-    ("OriginForgetsSnapshot", Mode::Exact),
-    ("LostWakeup", Mode::Exact),
-    ("ExceptionsBeforeCopies", Mode::Exact),
-    ("LeakedSlot", Mode::Exact),
-    ("FlushGoesNowhere", Mode::Exact),
-    ("AnsweredInFlight", Mode::Program),
-    ("ExportsForgotten", Mode::Lives),
-    ("LostIsShown", Mode::Lives),
-    ("StoreIsBelieved", Mode::Exact),
-    ("PackedPagesShifted", Mode::Exact),
-    ("PruneForgetsTag", Mode::Exact),
+/// The faults that can be put back (`freestone::mutants`), and the mode that finds each, for failing calls in these
+/// scenes.
+const MUTANTS: [(&str, Mode, &[&str]); 27] = [
+    ("PinnedCall", Mode::Exact, &[]),
+    ("FalseNoSpace", Mode::Exact, &[]),
+    ("TooManyReads", Mode::Exact, &[]),
+    ("ZonesBelieveFailure", Mode::Exact, &[]),
+    ("DeltaEndsWithBase", Mode::Exact, &[]),
+    ("MergeBelievesFailure", Mode::Exact, &[]),
+    ("MergeUnmarked", Mode::Exact, &[]),
+    ("OneVerbAtATime", Mode::Program, &[]),
+    ("SpillsChangedPages", Mode::Exact, &[]),
+    ("OriginForgetsSnapshot", Mode::Exact, &[]),
+    ("LostWakeup", Mode::Exact, &[]),
+    ("ExceptionsBeforeCopies", Mode::Exact, &[]),
+    ("LeakedSlot", Mode::Exact, &[]),
+    ("FlushGoesNowhere", Mode::Exact, &[]),
+    ("AnsweredInFlight", Mode::Program, &[]),
+    ("ExportsForgotten", Mode::Lives, &[]),
+    ("LostIsShown", Mode::Lives, &[]),
+    ("StoreIsBelieved", Mode::Exact, &[]),
+    ("PackedPagesShifted", Mode::Exact, &[]),
+    ("PruneForgetsTag", Mode::Exact, &[]),
+    ("KeptFileUnseen", Mode::Calls, &["saves"]),
+    ("IncrementUnseen", Mode::Calls, &["saves"]),
+    ("RewriteUnseen", Mode::Calls, &["rewrite"]),
+    ("EndStartsThread", Mode::Calls, &["end"]),
+    ("GoesOnEarly", Mode::Calls, &["start"]),
+    ("RingForgetsEntries", Mode::Calls, &["end", "snapshots"]),
+    ("EndHidesLoss", Mode::Calls, &["end"]),
 ];
 
 impl Mode {
@@ -90,7 +102,7 @@ pub fn run(mode: Option<Mode>, seed: Option<u64>, minutes: f64) -> Result<bool> 
     let share = minutes * 60.0 / modes.len() as f64;
     let mut all_went_well = true;
     for mode in modes {
-        let run = Run { mode, seed, seconds: share as u64, runs: None, mutant: None };
+        let run = Run { mode, seed, seconds: share as u64, runs: None, mutant: None, scenes: &[] };
         all_went_well &= run.on(&run.build()?)?.success();
     }
     Ok(all_went_well)
@@ -100,7 +112,7 @@ pub fn run(mode: Option<Mode>, seed: Option<u64>, minutes: f64) -> Result<bool> 
 pub fn fixed(lengths: Lengths) -> Result<Outcome> {
     let Lengths { exact_runs, threads, lives } = lengths;
     let seed = Some(GATE_SEED);
-    let threads = Run { mode: Mode::Threads, seed, seconds: threads, runs: None, mutant: None };
+    let threads = Run { mode: Mode::Threads, seed, seconds: threads, runs: None, mutant: None, scenes: &[] };
     // These runs are counted, however long they take.
     let exact = Run { mode: Mode::Exact, runs: Some(exact_runs), ..threads };
     let lives = Run { mode: Mode::Lives, seconds: lives, ..threads };
@@ -114,21 +126,22 @@ pub fn fixed(lengths: Lengths) -> Result<Outcome> {
 
 /// Puts each fault back and has it found.
 pub fn mutants(only: &[String]) -> Result<Outcome> {
-    if let Some(unknown) = only.iter().find(|name| MUTANTS.iter().all(|(mutant, _)| mutant != name)) {
-        let names: Vec<_> = MUTANTS.iter().map(|(name, _)| *name).collect();
+    if let Some(unknown) = only.iter().find(|name| MUTANTS.iter().all(|(mutant, ..)| mutant != name)) {
+        let names: Vec<_> = MUTANTS.iter().map(|(name, ..)| *name).collect();
         bail!("{unknown}: no such fault; there are {}", names.join(", "));
     }
     let mut rows = Vec::new();
-    for (name, mode) in MUTANTS.iter().filter(|(name, _)| only.is_empty() || only.iter().any(|n| n == name)) {
+    let is_chosen = |name: &&str| only.is_empty() || only.iter().any(|n| n == name);
+    for (name, mode, scenes) in MUTANTS.iter().filter(|(name, ..)| is_chosen(name)) {
         let began = Instant::now();
-        let status = torture_faulty(*mode, MUTANT_SECONDS, name)?;
+        let status = torture_faulty(*mode, scenes, MUTANT_SECONDS, name)?;
         let took = began.elapsed();
         // 1: the torture found something. Anything else is a torture that went wrong.
         let mut found = status.code() == Some(1);
         if found && *mode != Mode::Exact {
             // The exact mode has seen to it that the run passes without the fault. Here as much
             // time has to pass well.
-            found = torture_faulty(*mode, took.as_secs() + 1, "")?.success();
+            found = torture_faulty(*mode, scenes, took.as_secs() + 1, "")?.success();
         }
         rows.push((*name, *mode, found, took));
     }
@@ -142,9 +155,25 @@ pub fn mutants(only: &[String]) -> Result<Outcome> {
     Ok(Outcome { counts, ..Outcome::of(counts.failed == 0) })
 }
 
+/// Runs the sweep of failing calls for so many seconds. Each commit has other cases.
+pub fn calls(seconds: u64) -> Result<Outcome> {
+    let Some(programs) = workspace::programs()? else { return Ok(Outcome::default()) };
+    let commits = Command::new("git").args(["rev-list", "--count", "HEAD"]).output();
+    let commits = commits.ok().and_then(|output| String::from_utf8(output.stdout).ok()?.trim().parse().ok());
+    let seed = commits.or(Some(GATE_SEED));
+    let run = Run { mode: Mode::Calls, seed, seconds, runs: None, mutant: None, scenes: &[] };
+    let passed = run.on(&programs)?.success();
+    Ok(Outcome { counts: Counts::one(passed), ..Outcome::of(passed) })
+}
+
 /// With a fault put back, or, in the same build, with none.
-fn torture_faulty(mode: Mode, seconds: u64, mutant: &str) -> Result<ExitStatus> {
-    let run = Run { mode, seed: Some(GATE_SEED), seconds, runs: None, mutant: Some(mutant) };
+fn torture_faulty(
+    mode: Mode,
+    scenes: &'static [&'static str],
+    seconds: u64,
+    mutant: &str,
+) -> Result<ExitStatus> {
+    let run = Run { mode, seed: Some(GATE_SEED), seconds, runs: None, mutant: Some(mutant), scenes };
     run.on(&run.build()?)
 }
 
@@ -156,6 +185,8 @@ struct Run<'a> {
     seconds: u64,
     runs: Option<u64>,
     mutant: Option<&'a str>,
+    /// Of failing calls; all if there are none.
+    scenes: &'static [&'static str],
 }
 
 impl Run<'_> {
@@ -189,11 +220,15 @@ impl Run<'_> {
             command.args(["--seed", &seed.to_string()]);
         }
         command.args(["--minutes", &format!("{:.3}", self.seconds as f64 / 60.0)]);
+        command.args(self.scenes.iter().flat_map(|scene| ["--scene", scene]));
         if let Some(runs) = self.runs {
             command.args(["--runs", &runs.to_string()]);
         }
         if let Some(mutant) = self.mutant {
             command.env("FREESTONE_MUTANT", mutant);
+            if self.mode == Mode::Calls {
+                command.arg("--first");
+            }
         }
         println!("$ {command:?}");
         let began = Instant::now();

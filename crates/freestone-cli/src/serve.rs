@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
+use freestone::mutants::{self, Mutant};
 use freestone::replace;
 use freestone_nbd::{Access, Address};
 use freestone_spec::config;
@@ -211,6 +212,9 @@ impl Running {
             }
             None => (start::of_words(&service, devices)?, None, None),
         };
+        if of_state && mutants::on(Mutant::GoesOnEarly) {
+            start::keep(&service, &mut begun);
+        }
         // What may fail comes first: then the state says that its devices go on, and clients see them.
         for address in &addresses {
             if let Address::Unix(path) = service.exports.listen_home(address)? {
@@ -407,6 +411,9 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
     let outcome = serve_until_told(&mut running, args, client, &events, &control, open_files);
     info!("ending");
     started_by::ending("requests are answered");
+    if mutants::on(Mutant::EndStartsThread) && Standby::start("shutdown").is_err() {
+        at_once(1);
+    }
     let flushed = running.shutdown(ender, events.sender());
     if let Ended::Signal(signal) = until::ended(&events, None) {
         // Told twice: at once.
@@ -414,7 +421,8 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
         at_once(until::STATUS_OF_SIGNAL_0 + signal);
     }
     let Flushed { failed, end } = flushed.recv().unwrap_or(Flushed { failed: 1, end: Instant::now() });
-    let status = outcome.map(|status| if failed > 0 && status == 0 { 1 } else { status });
+    let is_told = failed > 0 && !mutants::on(Mutant::EndHidesLoss);
+    let status = outcome.map(|status| if is_told && status == 0 { 1 } else { status });
     // What else devices do when they end is not what a client waits for, and not waited for longer
     // than that.
     running.remove_paths();

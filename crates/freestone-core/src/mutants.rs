@@ -46,11 +46,25 @@ pub enum Mutant {
     PackedPagesShifted,
     /// A prune does not look at the first tag.
     PruneForgetsTag,
+    /// A whole file of kept content whose name may not be durable is taken for absent.
+    KeptFileUnseen,
+    /// So is an increment.
+    IncrementUnseen,
+    /// A state whose log was replaced, and whose directory could not be synced, goes on with the old file.
+    RewriteUnseen,
+    /// A server starts the thread of its end only then.
+    EndStartsThread,
+    /// A state records that its devices go on before the server listens.
+    GoesOnEarly,
+    /// A ring's thread waits although the kernel has refused entries.
+    RingForgetsEntries,
+    /// The exit status does not tell that content could not be saved.
+    EndHidesLoss,
 }
 
 /// All of them.
 #[cfg(freestone_mutants)]
-pub const ALL: [Mutant; 20] = [
+pub const ALL: [Mutant; 27] = [
     Mutant::PinnedCall,
     Mutant::FalseNoSpace,
     Mutant::TooManyReads,
@@ -71,6 +85,13 @@ pub const ALL: [Mutant; 20] = [
     Mutant::StoreIsBelieved,
     Mutant::PackedPagesShifted,
     Mutant::PruneForgetsTag,
+    Mutant::KeptFileUnseen,
+    Mutant::IncrementUnseen,
+    Mutant::RewriteUnseen,
+    Mutant::EndStartsThread,
+    Mutant::GoesOnEarly,
+    Mutant::RingForgetsEntries,
+    Mutant::EndHidesLoss,
 ];
 
 /// Whether this fault is there.

@@ -14,6 +14,7 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use freestone_core::mutants::{self, Mutant};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 
@@ -325,6 +326,9 @@ impl Log {
                     return Err(error);
                 }
             }
+        }
+        if mutants::on(Mutant::RewriteUnseen) {
+            self.dir.sync_all()?;
         }
         (self.file, self.bytes, self.synced, self.room) = (Arc::new(file), text.len() as u64, 0, 0);
         self.is_unknown = true;

@@ -87,6 +87,9 @@ enum Mode {
         /// Only this scene; can be repeated
         #[arg(long, value_name = "NAME")]
         scene: Vec<String>,
+        /// End at the first finding
+        #[arg(long)]
+        first: bool,
         /// One case alone, as a report prints it
         #[arg(long, value_name = "CASE")]
         only: Option<String>,
@@ -107,7 +110,15 @@ enum Mode {
     },
 }
 
-fn main() -> Result<ExitCode> {
+/// Ends with 1 for a torture that has found something, and with 2 for one that went wrong.
+fn main() -> ExitCode {
+    run().unwrap_or_else(|error| {
+        eprintln!("freestone-torture: {error:#}");
+        ExitCode::from(2)
+    })
+}
+
+fn run() -> Result<ExitCode> {
     match Cli::parse().mode {
         Mode::Exact { extent, runs } => {
             let (report, passed) = exact::exact(extent.seed, time(&extent), runs)?;
@@ -131,8 +142,9 @@ fn main() -> Result<ExitCode> {
             Ok(told(lives::run(0, &case, &found(bin)?)))
         }
         #[cfg(target_arch = "x86_64")]
-        Mode::Calls { extent, all, cases, scene, only, bin } => {
-            let choice = calls::Choice { scenes: scene, cases, time: (!all).then(|| time(&extent)) };
+        Mode::Calls { extent, all, cases, scene, first, only, bin } => {
+            let time = (!all).then(|| time(&extent));
+            let choice = calls::Choice { scenes: scene, cases, time, is_first: first };
             let bin = found(bin)?;
             let report = match only {
                 Some(case) => calls::again(&case, &bin),

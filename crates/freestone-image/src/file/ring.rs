@@ -31,6 +31,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
 use freestone_core::device::Result;
+use freestone_core::mutants::{self, Mutant};
 use freestone_core::plug::{self, Plug, Unplug};
 use freestone_core::sync::{
     Mutex, MutexGuard,
@@ -370,7 +371,9 @@ impl Worker {
             if ended {
                 return;
             }
-            if let Err(error) = entered {
+            if let Err(error) = entered
+                && !mutants::on(Mutant::RingForgetsEntries)
+            {
                 self.retry_later(&error);
                 continue;
             }

@@ -39,6 +39,7 @@ use crate::save::format::Over;
 use crate::save::writer::Writer;
 use crate::save::{self as saved, Base, BaseCheck, Contents, RestoreError, SaveError};
 use freestone_core::PAGE_BYTES;
+use freestone_core::mutants::{self, Mutant};
 use freestone_core::replace::{Durability, MayGo, Place, SAVE_PREFIX};
 
 /// With more increments than this they are [merged](Keep::merge_if_due).
@@ -316,11 +317,17 @@ impl Keep {
         }
         let file = unfinished.as_file().try_clone().map_err(failed)?;
         let contents = saved::contents(&saved::reader::Reader::of(file, &path)?);
+        let is_unseen =
+            mutants::on(if number == 0 { Mutant::KeptFileUnseen } else { Mutant::IncrementUnseen });
         let durability = place.put(unfinished, MayGo::Nothing).map_err(|source| {
             // The name is of a file that nobody knows of: another generation has none like it.
-            self.whole_next |= source.kind() == io::ErrorKind::AlreadyExists;
+            self.whole_next |= source.kind() == io::ErrorKind::AlreadyExists && !is_unseen;
             failed(source)
         })?;
+        let durability = match durability {
+            Durability::Unknown(source) if is_unseen => return Err(failed(source).into()),
+            durability => durability,
+        };
         let member = Member { path: path.clone(), bytes: file_bytes, salt, when, has_lost: lost > 0 };
         match &mut self.chain {
             Some(chain) if number > 0 => {

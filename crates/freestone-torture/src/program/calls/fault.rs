@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use libc::{EAGAIN, EBUSY, ECONNABORTED, EINTR};
+use libc::{EBUSY, ECONNABORTED, EINTR};
 
 use super::kinds::{KINDS, Kind, errno_name, errno_of};
 
@@ -34,6 +34,8 @@ pub enum How {
 pub enum Extent {
     /// This call alone.
     Once,
+    /// This call and the next one of its kind.
+    Twice,
     /// This call and all later ones of its kind until the script is over.
     Script,
     /// This call and all later ones of its kind until the server has ended.
@@ -78,10 +80,10 @@ impl How {
     /// Returns how long this failure can last. Calls that are to be repeated fail once only.
     pub fn extents(self) -> &'static [Extent] {
         match self {
-            Self::Fails(EINTR | ECONNABORTED | EBUSY) | Self::Done(_) | Self::Short => &[Extent::Once],
-            // Threads are refused for as long as a limit is reached, rings for as long as memory is short.
-            Self::Fails(EAGAIN) => &[Extent::Once, Extent::Script],
-            Self::Fails(_) => &[Extent::Once, Extent::Script, Extent::Ever],
+            Self::Fails(EINTR | ECONNABORTED | EBUSY) | Self::Done(_) | Self::Short => {
+                &[Extent::Once, Extent::Twice]
+            }
+            Self::Fails(_) => &[Extent::Once, Extent::Twice, Extent::Script, Extent::Ever],
         }
     }
 }
@@ -97,6 +99,11 @@ impl Case {
     /// Returns true if the failure is over when the server is told to end.
     pub fn is_over_at_end(&self) -> bool {
         self.extent != Extent::Ever
+    }
+
+    /// Returns true if only one or two calls fail, so that requests and verbs succeed when they are repeated.
+    pub fn is_short(&self) -> bool {
+        matches!(self.extent, Extent::Once | Extent::Twice)
     }
 }
 
@@ -120,6 +127,7 @@ impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let extent = match self.extent {
             Extent::Once => "once",
+            Extent::Twice => "twice",
             Extent::Script => "script",
             Extent::Ever => "ever",
         };
@@ -148,9 +156,10 @@ impl FromStr for Case {
         };
         let extent = match extent {
             "once" => Extent::Once,
+            "twice" => Extent::Twice,
             "script" => Extent::Script,
             "ever" => Extent::Ever,
-            _ => return Err(format!("{extent}: must be once, script or ever")),
+            _ => return Err(format!("{extent}: must be once, twice, script or ever")),
         };
         let end = match end {
             "told" => End::Told,

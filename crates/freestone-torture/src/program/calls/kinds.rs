@@ -13,6 +13,8 @@ pub enum Subject {
     File(usize),
     /// A descriptor of any kind.
     Descriptor(usize),
+    /// The file of an entry with this opcode, which the call hands over to a ring.
+    Entry(u8),
     /// Nothing that has a name.
     None,
 }
@@ -31,7 +33,7 @@ pub struct Kind {
     pub errnos: &'static [i32],
     /// The call may fail although it was done: on a network file system whose reply was lost.
     pub may_be_done: bool,
-    /// Position of the length that may be transferred in part only.
+    /// Position of the length that may be transferred in part only; of an entry any.
     pub length: Option<usize>,
 }
 
@@ -50,6 +52,15 @@ const fn only(at: usize, value: i32, kind: Kind) -> Kind {
 const fn length(at: usize, kind: Kind) -> Kind {
     Kind { length: Some(at), ..kind }
 }
+
+const fn entry(name: &'static str, opcode: u8, errnos: &'static [i32]) -> Kind {
+    kind(name, libc::SYS_io_uring_enter, Subject::Entry(opcode), errnos)
+}
+
+const IORING_OP_FSYNC: u8 = 3;
+const IORING_OP_FALLOCATE: u8 = 17;
+const IORING_OP_READ: u8 = 22;
+const IORING_OP_WRITE: u8 = 23;
 
 const OPEN: &[i32] = &[libc::EIO, libc::EMFILE, libc::ENOMEM, libc::ENOSPC, libc::EINTR];
 const NAME: &[i32] = &[libc::EIO, libc::ENOSPC, libc::EDQUOT, libc::ENOMEM];
@@ -133,6 +144,10 @@ pub const KINDS: &[Kind] = &[
     kind("timerfd_create", libc::SYS_timerfd_create, Subject::None, DESCRIPTOR),
     kind("io_uring_setup", libc::SYS_io_uring_setup, Subject::None, RING),
     kind("io_uring_enter", libc::SYS_io_uring_enter, Subject::None, ENTER),
+    length(0, entry("ring-read", IORING_OP_READ, READ)),
+    length(0, entry("ring-write", IORING_OP_WRITE, WRITE)),
+    entry("ring-fsync", IORING_OP_FSYNC, SYNC),
+    entry("ring-fallocate", IORING_OP_FALLOCATE, WRITE),
     kind("io_uring_register", libc::SYS_io_uring_register, Subject::None, MEMORY),
     kind("getrandom", libc::SYS_getrandom, Subject::None, AGAIN),
 ];
@@ -155,6 +170,7 @@ const ERRNOS: &[(i32, &str)] = &[
     (libc::ECONNABORTED, "ECONNABORTED"),
     (libc::ENOBUFS, "ENOBUFS"),
     (libc::EDQUOT, "EDQUOT"),
+    (libc::EFBIG, "EFBIG"),
 ];
 
 /// Returns the name of an error.

@@ -1,11 +1,11 @@
 //! One life of a server: the steps of a script, each judged by its answer.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead as _, BufReader, Write as _};
+use std::io::{BufRead as _, BufReader, PipeReader, Write as _};
 use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::ExitStatus;
+use std::process::{Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,8 @@ use super::super::control::{self, No};
 use super::super::said::{self, Broken};
 use super::super::server;
 use super::super::wire::Wire;
-use super::fault::{Case, End, Extent, Site};
+use super::fault::{Case, End, Site};
+use super::limits::{self, Reached};
 use super::model::{Lasts, Model, Presence, SECTOR};
 use super::tracer::{Arm, Traced};
 use crate::oracle::{Fill, Kind as Writing, Outcome, fill};
@@ -31,6 +32,12 @@ const POOL_THREADS: usize = 4;
 /// Longest time until threads and descriptors of what was removed are gone.
 const HELD_MAX: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// Most calls that fail while requests and verbs have to succeed when they are repeated.
+const FAILURES_MAX: u32 = 2;
+/// Smallest size of a pipe.
+const PIPE_BYTES: usize = 4096;
+/// File with what a program beside the server says on standard error.
+const SAID: &str = "said";
 /// Bytes of one read.
 const READ_BYTES: u64 = 256 << 10;
 
@@ -49,6 +56,10 @@ pub struct Life<'a> {
     wires: BTreeMap<String, Wire>,
     /// What was wrong.
     pub findings: Vec<String>,
+    /// Calls of a program beside the server that failed, and all of them.
+    beside: (u32, Vec<Site>),
+    /// Standard error of a server whose log nobody reads.
+    _log: Option<PipeReader>,
 }
 
 /// How a server ended.
@@ -85,11 +96,24 @@ impl<'a> Life<'a> {
             let status = std::os::unix::process::ExitStatusExt::from_raw(0);
             (why, Ended { status, is_killed: false, hits: 0, sites: Vec::new() })
         };
-        let command = server::command(place.program, &place.dir, &words).map_err(fail)?;
+        let mut command = server::command(place.program, &place.dir, &words).map_err(fail)?;
+        let mut log = None;
+        if limits::of(case) == Some(Reached::Log) {
+            log = Some(undrained(&mut command).map_err(|error| fail(error.to_string()))?);
+        }
         let mut server =
             Traced::start(command, &place.dir, arm, case).map_err(|error| fail(error.to_string()))?;
         match server.wait_ready() {
-            Ok(()) => Ok(Self { place, model, server, case, wires: BTreeMap::new(), findings: Vec::new() }),
+            Ok(()) => Ok(Self {
+                place,
+                model,
+                server,
+                case,
+                wires: BTreeMap::new(),
+                findings: Vec::new(),
+                beside: (0, Vec::new()),
+                _log: log,
+            }),
             Err(said) => {
                 let status = server.wait();
                 let why = server.hung().map_or(said, |hung| format!("HANG: {hung}"));
@@ -107,14 +131,16 @@ impl<'a> Life<'a> {
     }
 
     /// A failure that is over has to be over for requests as well.
-    fn fails_once(&self) -> bool {
-        self.case.is_none_or(|case| case.extent == Extent::Once)
+    fn fails_shortly(&self) -> bool {
+        self.case.is_none_or(Case::is_short)
     }
 
     /// While the state's own disk goes on failing, verbs are refused, and a start withholds kept content, as
     /// docs/restarts.md says.
     pub fn state_is_broken(&self) -> bool {
-        self.case.is_some_and(|case| case.extent != Extent::Once && case.site.object.starts_with("state"))
+        let is_of_state =
+            |case: &Case| case.site.object.starts_with("state") || case.site.call == limits::LIMIT;
+        self.case.is_some_and(|case| !case.is_short() && is_of_state(case))
     }
 
     // ---- verbs ----------------------------------------------------------------------------------
@@ -154,7 +180,7 @@ impl<'a> Life<'a> {
     fn exchange(&self, method: &str, params: &Value) -> Result<Value, No> {
         let ended = |error: std::io::Error| No::Ended(error.to_string());
         let mut stream = UnixStream::connect(self.place.dir.join(server::CONTROL)).map_err(ended)?;
-        if !self.fails_once() {
+        if !self.fails_shortly() {
             stream.set_read_timeout(Some(PATIENCE)).map_err(ended)?;
         }
         let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
@@ -164,23 +190,28 @@ impl<'a> Life<'a> {
         if line.ends_with('\n') { control::answer(&line) } else { Err(No::Ended("no answer".into())) }
     }
 
-    /// Asks for a verb. If one call alone failed, the verb has to be done when it is asked for again.
+    /// Asks for a verb, again and again while calls fail shortly. Then it has to be done.
     pub fn ask(&mut self, method: &str, params: &Value) -> Answer {
-        let first = self.ask_once(method, params);
-        if !self.fails_once() || matches!(first, Answer::Done(_)) || self.server.has_ended() {
-            return first;
-        }
-        let again = self.ask_once(method, params);
-        match (&first, &again) {
-            (Answer::Refused(first), Answer::Refused(again)) if !self.state_is_broken() => {
-                let text = verb_text(method, params);
-                self.find(format!("{text} is refused twice after one failure: {first:?}, then {again:?}"));
+        let mut last = self.ask_once(method, params);
+        for _ in 0..FAILURES_MAX {
+            if !self.fails_shortly() || matches!(last, Answer::Done(_)) || self.server.has_ended() {
+                break;
             }
-            // A verb without an answer may have been done.
-            (Answer::None, Answer::Refused(_)) => return first,
-            _ => {}
+            let hits = self.server.hits();
+            let again = self.ask_once(method, params);
+            match (&last, &again) {
+                // The verb may have met the second failure.
+                (Answer::Refused(first), Answer::Refused(again)) if self.server.hits() == hits => {
+                    let text = verb_text(method, params);
+                    self.find(format!("{text} is refused although no call fails: {first:?}, then {again:?}"));
+                }
+                // A verb without an answer may have been done.
+                (Answer::None, Answer::Refused(_)) => return last,
+                _ => {}
+            }
+            last = again;
         }
-        again
+        last
     }
 
     /// Asks for a verb that makes a device, which the model has already.
@@ -212,7 +243,7 @@ impl<'a> Life<'a> {
     fn wire(&mut self, name: &str) -> Result<&mut Wire, Broken> {
         if !self.wires.contains_key(name) {
             let stream = UnixStream::connect(self.place.dir.join(server::NBD))?;
-            if !self.fails_once() {
+            if !self.fails_shortly() {
                 stream.set_read_timeout(Some(PATIENCE))?;
             }
             let wire = Wire::over(stream, name, &mut Rng::new(1))?;
@@ -237,10 +268,10 @@ impl<'a> Life<'a> {
         Ok((reply.error, reply.data))
     }
 
-    /// The same, once more if one call alone failed.
+    /// The same, again and again while calls fail shortly.
     fn request_again(&mut self, name: &str, command: u16, at: u64, len: u32, data: &[u8]) -> Option<Vec<u8>> {
         let text = format!("{name}: command {command}, {len} bytes at {at}");
-        for attempt in 0..2 {
+        for attempt in 0..=FAILURES_MAX {
             if self.server.has_ended() {
                 return None;
             }
@@ -263,12 +294,13 @@ impl<'a> Life<'a> {
                 self.find(format!("{last}, although no call has failed"));
                 return None;
             }
-            if !self.fails_once() {
+            if !self.fails_shortly() {
                 return None;
             }
-            // The call may have failed just now, in the second attempt.
-            if attempt == 1 && self.server.hits() == hits && !self.model.disk(name).is_fragile {
-                self.find(format!("{last}, twice after one failure"));
+            // The call may have failed just now.
+            if attempt > 0 && self.server.hits() == hits && !self.model.disk(name).is_fragile {
+                self.find(format!("{last}, repeatedly and although no call fails"));
+                return None;
             }
         }
         None
@@ -384,6 +416,9 @@ impl<'a> Life<'a> {
         } else if !is_killed {
             match status.code() {
                 Some(0) if !died => {}
+                Some(1) if !died && self.case.is_some_and(|case| case.site.call == "clone3") => {
+                    self.findings.push("the end fails because no thread can be started".into());
+                }
                 Some(1) if !died && self.server.hits() > 0 => {
                     let is_over = hits > 0 && self.case.is_some_and(Case::is_over_at_end);
                     if is_over && self.server.hits() == hits && !self.state_is_broken() {
@@ -405,9 +440,49 @@ impl<'a> Life<'a> {
                 Lasts::Saved | Lasts::Never => {}
             }
         }
-        let (hits, sites) = (self.server.hits(), self.server.sites());
-        (Ended { status, is_killed, hits, sites }, std::mem::take(&mut self.findings))
+        let (hits, mut sites) = (self.server.hits() + self.beside.0, self.server.sites());
+        sites.extend(self.beside.1);
+        (Ended { status, is_killed, hits, sites }, self.findings)
     }
+
+    // ---- programs beside the server -------------------------------------------------------------
+
+    /// Runs the program with these words, and has its calls fail. Returns true if it succeeds.
+    pub fn run(&mut self, words: &[&str]) -> bool {
+        let mut command = Command::new(self.place.program);
+        command.args(words).current_dir(&self.place.dir).env_remove("RUST_LOG");
+        let said = self.place.dir.join(SAID);
+        let stderr = match std::fs::File::create(&said) {
+            Ok(file) => file,
+            Err(error) => panic!("{}: {error}", said.display()),
+        };
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr);
+        let program = match Traced::start(command, &self.place.dir, Arm::AtFile, self.case) {
+            Ok(program) => program,
+            Err(error) => panic!("{words:?}: {error}"),
+        };
+        program.step(words.join(" "));
+        let status = program.wait();
+        let (hits, is_killed) = (program.hits(), program.is_killed());
+        self.beside = (hits, program.sites());
+        let said = std::fs::read_to_string(said).unwrap_or_default();
+        if let Some(hung) = program.hung() {
+            self.findings.push(format!("HANG: {hung}"));
+        } else if !is_killed && !matches!(status.code(), Some(0 | 1)) {
+            self.findings.push(format!("{words:?}: {status}: {said}"));
+        } else if status.code() == Some(1) && (hits == 0 || !said.contains("freestone: ")) {
+            self.findings.push(format!("{words:?}: fails after {hits} failures and says {said:?}"));
+        }
+        status.success()
+    }
+}
+
+/// Has a server write its log, and much of it, to a pipe that is small and not read.
+fn undrained(command: &mut Command) -> std::io::Result<PipeReader> {
+    let (reader, writer) = std::io::pipe()?;
+    rustix::pipe::fcntl_setpipe_size(&writer, PIPE_BYTES)?;
+    command.stderr(writer).env("RUST_LOG", "debug");
+    Ok(reader)
 }
 
 /// Returns a verb in words, without the end of a long one.

@@ -11,8 +11,10 @@ mod fault;
 mod judge;
 mod kinds;
 mod life;
+mod limits;
 mod model;
 mod ptrace;
+mod ring;
 mod scenes;
 mod tracer;
 
@@ -21,6 +23,7 @@ use std::fmt;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -55,6 +58,8 @@ pub struct Choice {
     pub cases: Option<usize>,
     /// At most so long.
     pub time: Option<Duration>,
+    /// No more cases after the first finding.
+    pub is_first: bool,
 }
 
 /// One row of the table.
@@ -108,13 +113,17 @@ impl fmt::Display for Report {
 /// A scene whose first server has ended: what each run begins with.
 struct Prepared {
     scene: &'static Scene,
-    root: TempDir,
     model: Model,
+    // Unmounted before its directory is removed.
+    _disk: Option<limits::Disk>,
+    root: TempDir,
 }
 
 impl Prepared {
-    fn new(scene: &'static Scene, program: &Path) -> Result<Self, String> {
+    /// `has_disk`: in a file system of its own.
+    fn new(scene: &'static Scene, program: &Path, has_disk: bool) -> Result<Self, String> {
         let root = tempfile::Builder::new().prefix("torture-calls-").tempdir().map_err(|e| e.to_string())?;
+        let disk = has_disk.then(|| limits::Disk::mount(root.path())).transpose()?;
         let dir = root.path().join(DIR);
         fs::create_dir(&dir).map_err(|e| e.to_string())?;
         let mut model = Model::default();
@@ -132,7 +141,7 @@ impl Prepared {
             return Err(format!("{}: {}\n{}", scene.name, ended.status, server::log_tail(&place.dir)));
         }
         fs::remove_file(place.dir.join(server::LOG)).map_err(|e| e.to_string())?;
-        let prepared = Self { scene, root, model };
+        let prepared = Self { scene, model, _disk: disk, root };
         copy(&place.dir, &prepared.root.path().join(KEPT_DIR))?;
         Ok(prepared)
     }
@@ -157,7 +166,7 @@ impl Prepared {
                     None => {
                         (run.script, run.held) = (life.server.sites().len(), life.server.held(&place.dir));
                     }
-                    Some(case) if case.extent == Extent::Once => life.check_held(held),
+                    Some(case) if case.is_short() => life.check_held(held),
                     Some(_) => {}
                 }
                 let (ended, findings) = life.end(case.map_or(End::Told, |case| case.end));
@@ -200,7 +209,7 @@ fn failed_start(case: Option<&Case>, place: &Place<'_>, said: &str, ended: &life
         let is_its_own =
             Path::new(object).extension().is_some_and(|kind| kind == "img") || object.starts_with("exports/");
         // What goes on failing may be a call for the server itself.
-        is_its_own && case.extent == Extent::Once
+        is_its_own && case.is_short()
     });
     if is_of_device && !ended.is_killed {
         findings.push(format!("the server does not start as one device or export fails\n{log}"));
@@ -253,7 +262,12 @@ pub fn calls(seed: u64, choice: &Choice, program: &Path) -> Result<Report, Strin
     for scene in SCENES.iter().filter(is_chosen) {
         let run = number(scene, program)?;
         held.insert(scene.name.to_owned(), run.held);
-        let cases = cases(scene.name, &run, &mut rng);
+        let mut cases = cases(scene.name, &run, &mut rng);
+        if rustix::process::geteuid().is_root() {
+            cases.extend(limits::cases(scene.name, &mut rng));
+        } else {
+            println!("{}: without limits, which root imposes", scene.name);
+        }
         let row = report.rows.entry(scene.name.to_owned()).or_default();
         (row.calls, row.cases) = (run.sites.len(), cases.len());
         row.sites = distinct(&run.sites).len();
@@ -262,7 +276,7 @@ pub fn calls(seed: u64, choice: &Choice, program: &Path) -> Result<Report, Strin
     shuffle(&mut all, &mut rng);
     all.truncate(choice.cases.unwrap_or(usize::MAX));
     let end = choice.time.map(|time| began + time);
-    sweep(&mut report, all, &held, end, program)?;
+    sweep(&mut report, all, &held, end, choice.is_first, program)?;
     Ok(report)
 }
 
@@ -275,13 +289,13 @@ pub fn again(line: &str, program: &Path) -> Result<Report, String> {
     let mut report = Report::default();
     report.rows.entry(case.scene.clone()).or_default().cases = 1;
     let held = BTreeMap::from([(case.scene.clone(), number(scene_of(&case)?, program)?.held)]);
-    sweep(&mut report, vec![case], &held, None, program)?;
+    sweep(&mut report, vec![case], &held, None, false, program)?;
     Ok(report)
 }
 
 /// Runs a scene without a failure.
 fn number(scene: &'static Scene, program: &Path) -> Result<Run, String> {
-    let run = Prepared::new(scene, program)?.run(program, None, Held::default())?;
+    let run = Prepared::new(scene, program, false)?.run(program, None, Held::default())?;
     if run.findings.is_empty() {
         return Ok(run);
     }
@@ -305,15 +319,21 @@ fn sweep(
     cases: Vec<Case>,
     held: &BTreeMap<String, Held>,
     end: Option<Instant>,
+    is_first: bool,
     program: &Path,
 ) -> Result<(), String> {
+    let is_over = AtomicBool::new(false);
     let (queue, outcome) = (Mutex::new(cases), Mutex::new((report, Ok(()))));
     let next = || {
         let is_late = end.is_some_and(|end| Instant::now() >= end);
-        if is_late { None } else { queue.lock().unwrap_or_else(PoisonError::into_inner).pop() }
+        if is_late || is_over.load(Ordering::Relaxed) {
+            None
+        } else {
+            queue.lock().unwrap_or_else(PoisonError::into_inner).pop()
+        }
     };
     let work = || {
-        let mut prepared: BTreeMap<String, Prepared> = BTreeMap::new();
+        let mut prepared: BTreeMap<(String, bool), Prepared> = BTreeMap::new();
         while let Some(case) = next() {
             let held = held.get(&case.scene).copied().unwrap_or_default();
             let ran = one(&mut prepared, &case, held, program);
@@ -326,6 +346,7 @@ fn sweep(
                     row.unmet += usize::from(run.hits == 0);
                     if !run.findings.is_empty() {
                         row.findings += 1;
+                        is_over.fetch_or(is_first, Ordering::Relaxed);
                         println!("{case}");
                         run.findings.iter().for_each(|what| println!("    {}", what.replace('\n', "\n    ")));
                         println!("    log: {}", run.log.replace('\n', "\n    log: "));
@@ -348,15 +369,17 @@ fn sweep(
 }
 
 fn one(
-    prepared: &mut BTreeMap<String, Prepared>,
+    prepared: &mut BTreeMap<(String, bool), Prepared>,
     case: &Case,
     held: Held,
     program: &Path,
 ) -> Result<Run, String> {
-    if !prepared.contains_key(&case.scene) {
-        prepared.insert(case.scene.clone(), Prepared::new(scene_of(case)?, program)?);
+    let has_disk = limits::of(Some(case)) == Some(limits::Reached::Room);
+    let key = (case.scene.clone(), has_disk);
+    if !prepared.contains_key(&key) {
+        prepared.insert(key.clone(), Prepared::new(scene_of(case)?, program, has_disk)?);
     }
-    prepared[&case.scene].run(program, Some(case), held)
+    prepared[&key].run(program, Some(case), held)
 }
 
 /// Returns the calls to fail: of each kind and object the first ones and the last one.

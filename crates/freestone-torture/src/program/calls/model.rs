@@ -43,6 +43,8 @@ pub struct Disk {
     pub is_fragile: bool,
     /// Sectors that are read.
     pub shown: u64,
+    /// Write that filled the file.
+    pub filled_by: u64,
 }
 
 /// All devices of a scene.
@@ -83,6 +85,7 @@ impl Model {
             is_seen: true,
             is_fragile: false,
             shown,
+            filled_by: 0,
         };
         self.disks.insert(name.to_owned(), disk);
         self.disk(name)
@@ -102,6 +105,7 @@ impl Model {
     /// Writes a part of a file that a device is about to be made of.
     pub fn fill_file(&mut self, name: &str, bytes: u64) -> Vec<u8> {
         let id = self.write_id(Fill::Text);
+        self.disk(name).filled_by = id;
         let oracle = &mut self.disk(name).oracle;
         let sectors = bytes / SECTOR;
         let token = oracle.begin_write(id, 0..sectors, Writing::Write);

@@ -76,6 +76,14 @@ pub const SCENES: &[Scene] = &[
         script: disks::copies,
     },
     Scene {
+        name: "merge",
+        prepare: disks::with_snapshot,
+        settle: disks::write_origin,
+        words: STATE,
+        arm: Arm::Later,
+        script: disks::merge,
+    },
+    Scene {
         name: "zones",
         prepare: disks::with_zones,
         settle: disks::write_zone,
@@ -90,6 +98,22 @@ pub const SCENES: &[Scene] = &[
         words: STATE,
         arm: Arm::Later,
         script: disks::push,
+    },
+    Scene {
+        name: "pull",
+        prepare: disks::with_store,
+        settle: disks::push_first,
+        words: STATE,
+        arm: Arm::Later,
+        script: disks::pull,
+    },
+    Scene {
+        name: "prune",
+        prepare: disks::with_store,
+        settle: disks::push_and_forget,
+        words: STATE,
+        arm: Arm::Never,
+        script: disks::prune,
     },
     Scene {
         name: "files",

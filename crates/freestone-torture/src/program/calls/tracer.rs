@@ -21,7 +21,9 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::super::server;
 use super::fault::{Case, End, Extent, How, Site};
 use super::kinds::{KINDS, Kind, MARKER, Subject};
+use super::limits::{self, Imposed};
 use super::ptrace::{self, Stop};
+use super::ring;
 
 /// Longest time for one step of a script. A server's end takes up to 12 s by its own limits.
 const STEP_MAX: Duration = Duration::from_secs(30);
@@ -37,6 +39,8 @@ pub enum Arm {
     AtStart,
     /// Once the script says so.
     Later,
+    /// From the first call on that is about a file in the directory of the run.
+    AtFile,
 }
 
 /// What the tracer was told and what it saw.
@@ -44,10 +48,13 @@ pub enum Arm {
 #[expect(clippy::struct_excessive_bools, reason = "any of them go together")]
 struct Record {
     waits_for_marker: bool,
+    waits_for_file: bool,
     is_armed: bool,
     case: Option<Case>,
-    /// The chosen call was met; later ones fail too if the case says so.
-    has_begun: bool,
+    /// The limit of the case.
+    imposed: Option<Imposed>,
+    /// The chosen call and later ones that were chosen to fail.
+    chosen: u32,
     /// The script is over.
     is_over: bool,
     counts: HashMap<(&'static str, String), u32>,
@@ -59,10 +66,44 @@ struct Record {
     status: Option<ExitStatus>,
 }
 
+impl Record {
+    /// Begins to number calls, and imposes the limit of the case.
+    fn arm(&mut self, pid: pid_t, dir: &Path) {
+        self.is_armed = true;
+        let Some(case) = self.case.as_ref().filter(|case| case.site.call == limits::LIMIT) else { return };
+        // A run whose limit is not reached is counted as one that did not meet its call.
+        match Imposed::new(pid, dir, case) {
+            Ok(imposed) => (self.imposed, self.hits) = (Some(imposed), 1),
+            Err(error) => eprintln!("{case}: {error}"),
+        }
+    }
+
+    /// Numbers a call. Returns how it fails, if it does.
+    fn number(&mut self, kind: &'static Kind, object: String) -> Option<How> {
+        let count = self.counts.entry((kind.name, object.clone())).or_default();
+        *count += 1;
+        let site = Site { call: kind.name.to_owned(), object, nth: *count };
+        let how = self.case.as_ref().and_then(|case| {
+            let is_chosen = case.site == site || (self.chosen > 0 && case.site.call == site.call);
+            let fails = match case.extent {
+                Extent::Once => self.chosen == 0,
+                Extent::Twice => self.chosen < 2,
+                Extent::Script => !self.is_over,
+                Extent::Ever => true,
+            };
+            (is_chosen && fails).then_some(case.how)
+        });
+        self.chosen += u32::from(how.is_some());
+        self.sites.push(site);
+        how
+    }
+}
+
 /// A server that is traced.
 pub struct Traced {
     shared: Arc<Shared>,
     pid: pid_t,
+    dir: PathBuf,
     output: BufReader<ChildStdout>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -89,16 +130,20 @@ impl Traced {
         {
             let mut record = lock(&shared.record);
             record.waits_for_marker = arm == Arm::AtStart;
+            record.waits_for_file = arm == Arm::AtFile;
             record.case = case.cloned();
         }
         let (tell, told) = mpsc::channel();
         let (own, dir) = (Arc::clone(&shared), dir.to_owned());
-        let tracer =
-            thread::Builder::new().name("tracer".into()).spawn(move || trace(command, &dir, &own, &tell))?;
+        let of_tracer = dir.clone();
+        let tracer = thread::Builder::new()
+            .name("tracer".into())
+            .spawn(move || trace(command, &of_tracer, &own, &tell))?;
         let (pid, output) = told.recv().map_err(|_| io::Error::other("the tracer ended"))??;
         let own = Arc::clone(&shared);
         let watchdog = thread::Builder::new().name("watchdog".into()).spawn(move || watch(pid, &own))?;
-        Ok(Self { shared, pid, output: BufReader::new(output), threads: vec![tracer, watchdog] })
+        let (output, threads) = (BufReader::new(output), vec![tracer, watchdog]);
+        Ok(Self { shared, pid, dir, output, threads })
     }
 
     /// Waits until the server says that it is ready. The error is what it said instead.
@@ -116,12 +161,16 @@ impl Traced {
 
     /// Begins to number calls.
     pub fn arm(&self) {
-        lock(&self.shared.record).is_armed = true;
+        lock(&self.shared.record).arm(self.pid, &self.dir);
     }
 
     /// Ends failures that last as long as the script.
     pub fn end_script(&self) {
-        lock(&self.shared.record).is_over = true;
+        let mut record = lock(&self.shared.record);
+        record.is_over = true;
+        if record.case.as_ref().is_some_and(|case| case.extent == Extent::Script) {
+            record.imposed = None;
+        }
     }
 
     /// Names what is waited for from now on.
@@ -288,6 +337,9 @@ enum Fate {
 impl Tracer {
     fn call(&mut self, thread: pid_t, shared: &Shared) {
         let Ok(mut registers) = ptrace::registers(thread) else { return ptrace::go_on(thread, 0) };
+        if registers.orig_rax as c_long == libc::SYS_io_uring_enter && self.entries(registers.rdi, shared) {
+            return;
+        }
         match self.fate(thread, &registers, shared) {
             Fate::Well => ptrace::go_on(thread, 0),
             Fate::Is(How::Fails(errno)) => {
@@ -310,6 +362,30 @@ impl Tracer {
         }
     }
 
+    /// Numbers what a ring is handed, and has the chosen entries fail. Returns true if the server was killed.
+    fn entries(&self, ring: u64, shared: &Shared) -> bool {
+        if !lock(&shared.record).is_armed {
+            return false;
+        }
+        // A ring that is being closed has none.
+        for entry in ring::queued(self.pid, ring).unwrap_or_default() {
+            let is_it = |kind: &&Kind| matches!(kind.subject, Subject::Entry(code) if code == entry.opcode());
+            let Some(kind) = KINDS.iter().find(is_it) else { continue };
+            let Some((object, _)) = link(self.pid, entry.file()).and_then(|path| self.name(&path)) else {
+                continue;
+            };
+            let failed = match lock(&shared.record).number(kind, object) {
+                Some(How::Fails(errno)) => entry.fail(self.pid, errno),
+                Some(How::Short) => entry.shorten(self.pid),
+                Some(How::Done(_)) | None => continue,
+            };
+            if failed.is_ok() && self.note_failure(shared) {
+                return true;
+            }
+        }
+        false
+    }
+
     /// The call has been made.
     fn done(&mut self, thread: pid_t, shared: &Shared) {
         let Some(errno) = self.replaced.remove(&thread) else { return ptrace::go_on(thread, 0) };
@@ -324,15 +400,20 @@ impl Tracer {
 
     /// The call has failed, and the thread is about to see it.
     fn failed(&self, thread: pid_t, shared: &Shared) {
+        if !self.note_failure(shared) {
+            ptrace::go_on(thread, 0);
+        }
+    }
+
+    /// Counts a failure. Returns true if the server ends at it.
+    fn note_failure(&self, shared: &Shared) -> bool {
         let mut record = lock(&shared.record);
         record.hits += 1;
-        if record.case.as_ref().is_some_and(|case| case.end == End::There) {
-            record.is_killed = true;
-            drop(record);
-            return kill(self.pid, Signal::KILL);
+        record.is_killed |= record.case.as_ref().is_some_and(|case| case.end == End::There);
+        if record.is_killed {
+            kill(self.pid, Signal::KILL);
         }
-        drop(record);
-        ptrace::go_on(thread, 0);
+        record.is_killed
     }
 
     /// Numbers a call, and decides whether it fails.
@@ -344,41 +425,34 @@ impl Tracer {
             let mut record = lock(&shared.record);
             if number == MARKER.0 {
                 if record.waits_for_marker && arguments[0] == MARKER.1 {
-                    (record.waits_for_marker, record.is_armed) = (false, true);
+                    record.waits_for_marker = false;
+                    record.arm(self.pid, &self.dir);
                 }
                 return Fate::Well;
             }
-            if !record.is_armed {
+            if !record.is_armed && !record.waits_for_file {
                 return Fate::Well;
             }
         }
         let is_it = |kind: &&Kind| {
             kind.number == number
+                && !matches!(kind.subject, Subject::Entry(_))
                 && kind.only.is_none_or(|(at, value)| arguments[at] & u64::from(u32::MAX) == value)
         };
         let Some(kind) = KINDS.iter().find(is_it) else { return Fate::Well };
         if kind.number == libc::SYS_mmap && !self.is_own(registers) {
             return Fate::Well;
         }
-        let Some(object) = self.object(thread, kind, &arguments) else { return Fate::Well };
+        let Some((object, is_of_run)) = self.object(thread, kind, &arguments) else { return Fate::Well };
         let mut record = lock(&shared.record);
-        let count = record.counts.entry((kind.name, object.clone())).or_default();
-        *count += 1;
-        let site = Site { call: kind.name.to_owned(), object, nth: *count };
-        let (has_begun, is_over) = (record.has_begun, record.is_over);
-        let how = record.case.as_ref().and_then(|case| {
-            let is_chosen = case.site == site;
-            let is_later = has_begun && case.site.call == site.call;
-            let fails = match case.extent {
-                Extent::Once => is_chosen,
-                Extent::Script => (is_chosen || is_later) && !is_over,
-                Extent::Ever => is_chosen || is_later,
-            };
-            fails.then_some(case.how)
-        });
-        record.has_begun |= how.is_some();
-        record.sites.push(site);
-        how.map_or(Fate::Well, Fate::Is)
+        if record.waits_for_file {
+            if !is_of_run {
+                return Fate::Well;
+            }
+            record.waits_for_file = false;
+            record.arm(self.pid, &self.dir);
+        }
+        record.number(kind, object).map_or(Fate::Well, Fate::Is)
     }
 
     /// Memory that an allocator maps is not the server's: without it std aborts.
@@ -396,11 +470,11 @@ impl Tracer {
         registers.r10 & ANONYMOUS == 0 || (first..last).contains(&registers.rip)
     }
 
-    /// Returns the name of what a call is about; None if the call is not numbered.
-    fn object(&self, thread: pid_t, kind: &Kind, arguments: &[u64; 6]) -> Option<String> {
-        let link = |fd: u64| fs::read_link(format!("/proc/{thread}/fd/{}", fd as c_int)).ok();
+    /// Returns the name of what a call is about, and whether that is in the directory of the run; None if the
+    /// call is not numbered.
+    fn object(&self, thread: pid_t, kind: &Kind, arguments: &[u64; 6]) -> Option<(String, bool)> {
         let path = match kind.subject {
-            Subject::None => return Some("-".to_owned()),
+            Subject::None | Subject::Entry(_) => return Some(("-".to_owned(), false)),
             Subject::Path(at) => PathBuf::from(self.text(arguments[at])?),
             Subject::PathAt(fd, at) => {
                 // A look at a descriptor may have no path at all.
@@ -408,16 +482,20 @@ impl Tracer {
                 if path.is_absolute() || arguments[fd] as c_int == libc::AT_FDCWD {
                     path
                 } else {
-                    let of = link(arguments[fd])?;
+                    let of = link(thread, arguments[fd])?;
                     if path.as_os_str().is_empty() { of } else { of.join(path) }
                 }
             }
-            Subject::File(at) => link(arguments[at]).filter(|path| path.is_absolute())?,
-            Subject::Descriptor(at) => link(arguments[at])?,
+            Subject::File(at) => link(thread, arguments[at]).filter(|path| path.is_absolute())?,
+            Subject::Descriptor(at) => link(thread, arguments[at])?,
         };
+        self.name(&path)
+    }
+
+    fn name(&self, path: &Path) -> Option<(String, bool)> {
         // Directories above that of the run have other names each time.
-        if path != self.dir && path.has_root() && self.dir.starts_with(&path) {
-            return Some("above".to_owned());
+        if path != self.dir && path.has_root() && self.dir.starts_with(path) {
+            return Some(("above".to_owned(), false));
         }
         let text = path.to_string_lossy();
         // A library that is loaded at run time is not the server's.
@@ -427,7 +505,7 @@ impl Tracer {
         let text = text.strip_prefix(&*self.dir.to_string_lossy()).unwrap_or(&text);
         let text = text.trim_start_matches("./").trim_start_matches('/');
         // Standard error; without it nobody could judge what the server says.
-        if text == server::LOG { None } else { Some(normal(text)) }
+        if text == server::LOG { None } else { Some((normal(text), path.starts_with(&self.dir))) }
     }
 
     /// Reads a string of the server.
@@ -442,6 +520,11 @@ impl Tracer {
         bytes.truncate(len);
         String::from_utf8(bytes).ok()
     }
+}
+
+/// Returns what a descriptor of a process is.
+fn link(process: pid_t, descriptor: u64) -> Option<PathBuf> {
+    fs::read_link(format!("/proc/{process}/fd/{}", descriptor as c_int)).ok()
 }
 
 /// Replaces what differs between runs: UUIDs, numbers, and what a name has instead of a path.

@@ -1,13 +1,19 @@
 //! Scenes of snapshots, zones, stores of images and files that verbs write.
 
+use std::fs::{self, File};
 use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, SystemTime};
 
 use serde_json::json;
 
 use super::super::life::{Answer, Life};
 use super::super::model::{Lasts, Model, Presence};
 use super::{MIB, write_file};
-use crate::oracle::{Fill, Kind as Writing, Outcome};
+use crate::oracle::{Fill, Kind as Writing, Outcome, WriteToken};
+
+/// Time after which a prune deletes what no tag refers to.
+const AGE: Duration = Duration::from_secs(10 * 24 * 3600);
 
 /// A file with a snapshot whose copies are in a file.
 pub fn with_snapshot(dir: &Path, model: &mut Model) -> Vec<&'static str> {
@@ -38,6 +44,28 @@ pub fn copies(life: &mut Life<'_>) {
     life.read_all("s");
     life.read_all("s2");
     life.remove("s2");
+}
+
+/// A snapshot that is merged into its origin.
+pub fn merge(life: &mut Life<'_>) {
+    life.server.arm();
+    life.write("d", 100..200, Fill::Noise);
+    // The snapshot shows what the file was filled with.
+    let disk = life.model.disk("d");
+    let token = disk.oracle.begin_write(disk.filled_by, 0..disk.shown, Writing::Write);
+    let merged = life.ask("merge", &json!({ "name": "s", "into_origin": true, "force": true }));
+    end_write(life, "d", token, &merged);
+    life.read_all("d");
+    life.read_all("s");
+    life.write("d", 300..320, Fill::Text);
+    life.flush("d");
+}
+
+/// Ends a write to a device that a verb has made.
+fn end_write(life: &mut Life<'_>, name: &str, token: WriteToken, answer: &Answer) {
+    let is_done = matches!(answer, Answer::Done(_));
+    let outcome = if is_done { Outcome::Done { fua: true } } else { Outcome::Failed };
+    life.model.disk(name).oracle.end(token, outcome);
 }
 
 /// A file with zones, and one that is recorded.
@@ -106,12 +134,64 @@ pub fn push(life: &mut Life<'_>) {
     let url = url(life);
     let token = life.model.disk("next").oracle.begin_write(id, sectors, Writing::Write);
     let pushed = life.ask("push", &json!({ "name": "kept", "url": url }));
-    let outcome =
-        if matches!(pushed, Answer::Done(_)) { Outcome::Done { fua: true } } else { Outcome::Failed };
-    life.model.disk("next").oracle.end(token, outcome);
+    end_write(life, "next", token, &pushed);
     life.make("next", "create", &json!({ "device": format!("next=image,url={url},cache=none,publish=yes") }));
     life.read_all("next");
     life.read_all("i");
+}
+
+/// The image of the tag comes into a cache.
+pub fn pull(life: &mut Life<'_>) {
+    life.server.arm();
+    let cache = life.place.dir.join("cache");
+    let disk = life.model.add_over("p", "i", Lasts::Always);
+    disk.is_writable = false;
+    life.make("p", "pull", &json!({ "url": url(life), "name": "p", "cache": cache, "publish": "yes" }));
+    life.read_all("p");
+    life.read_all("p");
+}
+
+/// A second image whose tag is removed, and which is old enough to be deleted.
+pub fn push_and_forget(life: &mut Life<'_>) {
+    push_first(life);
+    life.write("kept", 1000..1900, Fill::Noise);
+    let gone = format!("{}-gone", url(life));
+    life.ask("push", &json!({ "name": "kept", "url": gone }));
+    life.run(&["images", url(life).trim_end_matches(":t"), "--untag", "t-gone"]);
+    age(&life.place.dir.join("store"));
+}
+
+/// Sets back the time of modification of all files below a directory.
+fn age(dir: &Path) {
+    for entry in fs::read_dir(dir).expect("a push has made it").flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            age(&path);
+        } else {
+            let file = File::open(&path).expect("nobody else removes it");
+            file.set_modified(SystemTime::now() - AGE).expect("it is this user's");
+        }
+    }
+}
+
+/// A prune by the program, which is repeated without a failure.
+pub fn prune(life: &mut Life<'_>) {
+    let store = url(life).trim_end_matches(":t").to_owned();
+    life.run(&["prune", &store]);
+    let again = Command::new(life.place.program).args(["prune", &store]).output().expect("it ran just now");
+    let manifests = fs::read_dir(life.place.dir.join("store/manifests")).map_or(0, Iterator::count);
+    if !again.status.success() || manifests != 1 {
+        let said = String::from_utf8_lossy(&again.stderr);
+        life.findings
+            .push(format!("prune, repeated: {}, {manifests} manifests are left: {said}", again.status));
+    }
+    life.read_all("i");
+    life.make(
+        "next",
+        "create",
+        &json!({ "device": format!("next=image,url={store}:t,cache=none,publish=yes") }),
+    );
+    life.read_all("next");
 }
 
 /// Files that verbs write and read.

@@ -1,0 +1,112 @@
+//! Entries that a process is about to hand over to `io_uring`.
+//!
+//! The tracer finds them in the memory of the process, which stands still before `io_uring_enter`. To have an
+//! entry fail it is replaced by a NOP that has the kernel answer with an error (Linux 6.10).
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+
+use libc::pid_t;
+
+/// Offsets at which the two parts of a ring are mapped.
+const OFFSET_RING: u64 = 0;
+const OFFSET_ENTRIES: u64 = 0x1000_0000;
+/// Offsets in a ring: what the kernel has taken, what was queued, and the number of entries less one.
+const HEAD: u64 = 0;
+const TAIL: u64 = 4;
+const MASK: u64 = 16;
+const ENTRY_BYTES: u64 = 64;
+/// A ring of more entries is none.
+const ENTRIES_MAX: u32 = 1 << 15;
+/// `IORING_NOP_INJECT_RESULT`: the result is the length.
+const INJECT_RESULT: u32 = 1;
+
+/// One entry.
+pub struct Entry {
+    address: u64,
+    bytes: [u8; ENTRY_BYTES as usize],
+}
+
+impl Entry {
+    pub fn opcode(&self) -> u8 {
+        self.bytes[0]
+    }
+
+    /// Returns the descriptor of its file.
+    pub fn file(&self) -> u64 {
+        u32::from_le_bytes(self.part(4)).into()
+    }
+
+    fn part(&self, at: usize) -> [u8; 4] {
+        self.bytes[at..at + 4].try_into().expect("it is four bytes")
+    }
+
+    /// Replaces the entry by one that fails.
+    pub fn fail(&self, pid: pid_t, errno: i32) -> io::Result<()> {
+        let mut bytes = [0; ENTRY_BYTES as usize];
+        bytes[24..28].copy_from_slice(&(-errno).to_le_bytes());
+        bytes[28..32].copy_from_slice(&INJECT_RESULT.to_le_bytes());
+        // By which the process knows it again.
+        bytes[32..40].copy_from_slice(&self.bytes[32..40]);
+        memory(pid)?.write_all_at(&bytes, self.address)
+    }
+
+    /// Replaces the entry by one that transfers half as much.
+    pub fn shorten(&self, pid: pid_t) -> io::Result<()> {
+        let len = (u32::from_le_bytes(self.part(24)) / 2).max(1);
+        memory(pid)?.write_all_at(&len.to_le_bytes(), self.address + 24)
+    }
+}
+
+fn memory(pid: pid_t) -> io::Result<File> {
+    File::options().read(true).write(true).open(format!("/proc/{pid}/mem"))
+}
+
+/// Returns what is queued in the ring of this descriptor.
+pub fn queued(pid: pid_t, ring: u64) -> io::Result<Vec<Entry>> {
+    let inode = fs::metadata(format!("/proc/{pid}/fd/{ring}"))?.ino();
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
+    let part = |offset| maps.lines().find_map(|line| start_of(line, inode, offset));
+    let (Some(shared), Some(entries)) = (part(OFFSET_RING), part(OFFSET_ENTRIES)) else {
+        return Ok(Vec::new());
+    };
+    let memory = memory(pid)?;
+    let number = |at: u64| {
+        let mut bytes = [0; 4];
+        memory.read_exact_at(&mut bytes, shared + at).map(|()| u32::from_le_bytes(bytes))
+    };
+    let (head, tail, mask) = (number(HEAD)?, number(TAIL)?, number(MASK)?);
+    let queued = tail.wrapping_sub(head);
+    if queued > mask.saturating_add(1) || mask >= ENTRIES_MAX {
+        return Err(io::Error::other("the ring is laid out otherwise"));
+    }
+    let entry = |at: u32| {
+        // The library maps each place of the queue to the entry of the same number.
+        let address = entries + u64::from(head.wrapping_add(at) & mask) * ENTRY_BYTES;
+        let mut bytes = [0; ENTRY_BYTES as usize];
+        memory.read_exact_at(&mut bytes, address).map(|()| Entry { address, bytes })
+    };
+    (0..queued).map(entry).collect()
+}
+
+/// Returns where a line of `/proc/PID/maps` says that this part of a file begins.
+fn start_of(line: &str, inode: u64, offset: u64) -> Option<u64> {
+    let mut words = line.split_whitespace();
+    let (range, _, at, _, of) = (words.next()?, words.next(), words.next()?, words.next(), words.next()?);
+    let is_it = u64::from_str_radix(at, 16) == Ok(offset) && of.parse() == Ok(inode);
+    is_it.then(|| u64::from_str_radix(range.split_once('-')?.0, 16).ok()).flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::start_of;
+
+    #[test]
+    fn mapping_is_found_by_inode_and_offset() {
+        let line = "7f441d16a000-7f441d16c000 rw-s 10000000 00:10 23324       anon_inode:[io_uring]";
+        assert_eq!(start_of(line, 23324, 0x1000_0000), Some(0x7f44_1d16_a000));
+        assert_eq!(start_of(line, 23324, 0), None);
+        assert_eq!(start_of(line, 23325, 0x1000_0000), None);
+    }
+}
