@@ -83,7 +83,7 @@ pub enum Outcome {
 }
 
 impl Entry {
-    /// `None` where there is no such file.
+    /// `None` where there is no such file. `InvalidData`: it is damaged.
     pub(super) fn open(path: &Path, name: &Name) -> io::Result<Option<Self>> {
         let untimed =
             File::options().read(true).custom_flags(OFlags::NOATIME.bits().cast_signed()).open(path);
@@ -92,7 +92,7 @@ impl Entry {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             file => file?,
         };
-        let damaged = || io::Error::other("is damaged");
+        let damaged = || io::Error::new(io::ErrorKind::InvalidData, "is damaged");
         let mut trailer = [0; SUM_AT + 8];
         let at = file.metadata()?.len().checked_sub(PAGE as u64).ok_or_else(damaged)?;
         file.read_exact_at(&mut trailer, at).map_err(|_| damaged())?;

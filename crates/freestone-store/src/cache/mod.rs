@@ -100,10 +100,12 @@ impl Cache {
         match &entry {
             Ok(Some(entry)) => entry.used(),
             Ok(None) => {}
-            Err(why) => {
+            Err(why) if why.kind() == io::ErrorKind::InvalidData => {
                 tracing::warn!("{}: {why}; it is fetched again", path.display());
                 let _ = fs::remove_file(&path);
             }
+            // Another look may find it.
+            Err(_) => {}
         }
         entry.ok().flatten()
     }

@@ -1,7 +1,7 @@
 //! Where the pages of an image are, and reading them where they are at hand.
 
 use crate::rt::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::rt::sync::{Arc, Mutex, PoisonError, RwLock};
+use crate::rt::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use crate::rt::time::{Duration, Instant};
 use std::collections::{HashSet, VecDeque};
 
@@ -63,6 +63,8 @@ pub struct Content {
     is_closed: AtomicBool,
     /// When the cache did not take something, in milliseconds of `since`, and one more.
     cache_failed: AtomicU64,
+    /// Why that was.
+    cache_failure: Mutex<Option<String>>,
     since: Instant,
     pub stats: Stats,
     touched: Mutex<Touched>,
@@ -94,6 +96,7 @@ impl Content {
             loaded: Mutex::default(),
             is_closed: AtomicBool::new(false),
             cache_failed: AtomicU64::new(0),
+            cache_failure: Mutex::default(),
             since: Instant::now(),
             stats: Stats::default(),
             touched: Mutex::default(),
@@ -308,6 +311,17 @@ impl Content {
         self.cache.as_ref().filter(|_| failed == 0 || now >= failed - 1 + CACHE_PAUSE.as_millis() as u64)
     }
 
+    /// Uses the cache again at once, as somebody asks for just that.
+    pub fn retry_cache(&self) {
+        self.cache_failed.store(0, Ordering::SeqCst);
+        self.cache_failure().take();
+    }
+
+    /// Returns why the cache did not take something lately.
+    pub fn cache_failure(&self) -> MutexGuard<'_, Option<String>> {
+        self.cache_failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Notes whether the cache took something.
     pub fn cache_took<T>(&self, outcome: std::io::Result<T>) -> Option<T> {
         match outcome {
@@ -319,6 +333,7 @@ impl Content {
                 let dir = self.cache.as_ref().map(|cache| cache.dir().display().to_string());
                 let dir = dir.unwrap_or_default();
                 tracing::warn!("{dir}: nothing is cached for {CACHE_PAUSE:?}: {error}");
+                *self.cache_failure() = Some(error.to_string());
                 let now = self.since.elapsed().as_millis() as u64;
                 self.cache_failed.store(now + 1, Ordering::SeqCst);
                 None

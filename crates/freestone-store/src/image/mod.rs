@@ -147,6 +147,7 @@ impl Image {
         let Some(cache) = &content.cache else {
             return Err(store::Error::Local("there is no cache to pull it into".into()));
         };
+        content.retry_cache();
         let mut chunks = Vec::new();
         for number in 0..content.manifest.segment_count() {
             let segment = content.load(number, until)?;
@@ -165,7 +166,8 @@ impl Image {
             if cache.find(name).is_none() {
                 content.fetch(name, until)?;
                 if cache.find(name).is_none() {
-                    return Err(store::Error::Local(format!("{}: no room is left", cache.dir().display())));
+                    let why = content.cache_failure().clone().unwrap_or_else(|| "no room is left".to_owned());
+                    return Err(store::Error::Local(format!("{}: {why}", cache.dir().display())));
                 }
             }
             note(done.fetch_add(1, crate::rt::sync::atomic::Ordering::SeqCst) + 1, total);

@@ -56,7 +56,9 @@ pub fn merge(life: &mut Life<'_>) {
     let merged = life.ask("merge", &json!({ "name": "s", "into_origin": true, "force": true }));
     end_write(life, "d", token, &merged);
     life.read_all("d");
-    life.read_all("s");
+    // A snapshot that is merged shows what its origin holds.
+    let snapshot = life.model.disk("s");
+    (snapshot.is_home, snapshot.is_seen) = (false, false);
     life.write("d", 300..320, Fill::Text);
     life.flush("d");
 }
