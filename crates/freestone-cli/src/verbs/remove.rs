@@ -90,6 +90,8 @@ impl Verb for Remove {
         let leaves = service.leaving.begin(&name);
         let connections_ended = service.remove(&claim, &entry, params.force)?;
         recording.commit().map_err(|fault| {
+            // So that another `remove` is not told that there is no such device.
+            service.records.miss(&name, "is removed, but not for the next start; remove it again");
             let message = format!("{name}: is removed, but not for the next start: {}", fault.message);
             Fault { message, ..fault }
         })?;
