@@ -4,6 +4,7 @@
 
 use std::fs::{self, File};
 use std::io;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -11,6 +12,7 @@ use freestone_testkit::Rng;
 use libc::pid_t;
 use rustix::fs::{FallocateFlags, fallocate, statvfs};
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
+use tempfile::NamedTempFile;
 
 use super::fault::{Case, End, Extent, How, Site};
 
@@ -139,7 +141,11 @@ fn first_beyond(pid: pid_t, left: u64) -> io::Result<u64> {
 }
 
 /// A disk of its own for runs whose disk has little room.
-pub struct Disk(PathBuf);
+pub struct Disk {
+    at: PathBuf,
+    /// What servers log, on another disk.
+    log: NamedTempFile,
+}
 
 impl Disk {
     /// Mounts it at a directory. Only root can.
@@ -149,15 +155,26 @@ impl Disk {
             .arg(at)
             .status();
         match mount {
-            Ok(status) if status.success() => Ok(Self(at.to_owned())),
+            Ok(status) if status.success() => {
+                let log = NamedTempFile::new().map_err(|error| error.to_string())?;
+                Ok(Self { at: at.to_owned(), log })
+            }
             outcome => Err(format!("{}: mount: {outcome:?}", at.display())),
         }
+    }
+}
+
+impl Disk {
+    /// Has the log at a path be on the other disk.
+    pub fn begin_log(&self, path: &Path) -> io::Result<()> {
+        self.log.as_file().set_len(0)?;
+        symlink(self.log.path(), path)
     }
 }
 
 impl Drop for Disk {
     fn drop(&mut self) {
         // A server that was killed may have it open for a moment longer.
-        let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
+        let _ = Command::new("umount").arg("--lazy").arg(&self.at).status();
     }
 }

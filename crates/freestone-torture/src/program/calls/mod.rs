@@ -115,7 +115,7 @@ struct Prepared {
     scene: &'static Scene,
     model: Model,
     // Unmounted before its directory is removed.
-    _disk: Option<limits::Disk>,
+    disk: Option<limits::Disk>,
     root: TempDir,
 }
 
@@ -141,7 +141,7 @@ impl Prepared {
             return Err(format!("{}: {}\n{}", scene.name, ended.status, server::log_tail(&place.dir)));
         }
         fs::remove_file(place.dir.join(server::LOG)).map_err(|e| e.to_string())?;
-        let prepared = Self { scene, model, _disk: disk, root };
+        let prepared = Self { scene, model, disk, root };
         copy(&place.dir, &prepared.root.path().join(KEPT_DIR))?;
         Ok(prepared)
     }
@@ -152,6 +152,9 @@ impl Prepared {
         let dir = self.root.path().join(DIR);
         fs::remove_dir_all(&dir).map_err(|e| e.to_string())?;
         copy(&self.root.path().join(KEPT_DIR), &dir)?;
+        if let Some(disk) = &self.disk {
+            disk.begin_log(&dir.join(server::LOG)).map_err(|e| e.to_string())?;
+        }
         let (mut model, place) = (self.model.clone(), Place { program, dir });
         let Scene { words, arm, script, .. } = *self.scene;
         let started = Life::start(&place, &mut model, words, arm, case);

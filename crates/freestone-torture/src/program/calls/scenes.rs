@@ -117,7 +117,7 @@ pub const SCENES: &[Scene] = &[
     },
     Scene {
         name: "files",
-        prepare: one_kept,
+        prepare: disks::kept_and_wanted,
         settle: fill_kept,
         words: STATE,
         arm: Arm::Later,

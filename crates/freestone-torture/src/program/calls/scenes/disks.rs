@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::super::life::{Answer, Life};
 use super::super::model::{Lasts, Model, Presence};
-use super::{MIB, write_file};
+use super::{MIB, one_kept, write_file};
 use crate::oracle::{Fill, Kind as Writing, Outcome, WriteToken};
 
 /// Time after which a prune deletes what no tag refers to.
@@ -196,6 +196,16 @@ pub fn prune(life: &mut Life<'_>) {
     life.read_all("next");
 }
 
+/// A file that lists a device.
+const WANTED: &str = "wanted.toml";
+
+/// A kept device, and a file for `apply`.
+pub fn kept_and_wanted(dir: &Path, model: &mut Model) -> Vec<&'static str> {
+    let wanted = b"[[device]]\nname = \"e\"\nkind = \"null\"\nsize = \"1M\"\npublish = false\n";
+    write_file(dir, WANTED, wanted);
+    one_kept(dir, model)
+}
+
 /// Files that verbs write and read.
 pub fn files(life: &mut Life<'_>) {
     life.server.arm();
@@ -208,12 +218,7 @@ pub fn files(life: &mut Life<'_>) {
     } else {
         life.model.disk("back").presence = Presence::No;
     }
-    let wanted = life.place.dir.join("wanted.toml");
-    write_file(
-        &life.place.dir,
-        "wanted.toml",
-        b"[[device]]\nname = \"e\"\nkind = \"null\"\nsize = \"1M\"\npublish = false\n",
-    );
+    let wanted = life.place.dir.join(WANTED);
     life.model.add("e", MIB, Lasts::Never).is_home = false;
     life.model.disk("e").is_seen = false;
     life.make("e", "apply", &json!({ "file": wanted }));
