@@ -144,8 +144,7 @@ impl<'a> Life<'a> {
     /// What stays so until a file is opened again, as docs/testing.md says: a flush of it has failed, or a
     /// snapshot has lost its COW device.
     fn is_lasting(&self) -> bool {
-        self.case
-            .is_some_and(|case| case.site.call.starts_with("ring-") || case.site.object.ends_with(".cow"))
+        self.case.is_some_and(|case| case.site.call.starts_with("ring-") || case.site.object.contains(".cow"))
     }
 
     // ---- verbs ----------------------------------------------------------------------------------
