@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use freestone_core::file_size_limit::Explained;
 use thiserror::Error;
 
 use crate::lines;
@@ -11,7 +12,7 @@ use crate::lines;
 #[derive(Debug, Error)]
 pub enum StateError {
     /// The directory cannot be created, opened or read.
-    #[error("{}: cannot be used as the state of a server: {}", .0.display(), .1)]
+    #[error("{}: cannot be used as the state of a server: {}", .0.display(), Explained(.1))]
     Directory(PathBuf, #[source] io::Error),
     /// Another server uses the directory.
     #[error("{}: is the state of another server that runs", .0.display())]
@@ -26,6 +27,6 @@ pub enum StateError {
     #[error("{}: line {} is damaged; the lines before it are whole", .0.display(), .1)]
     Damaged(PathBuf, usize),
     /// The file cannot be written. The next change tries again.
-    #[error("{}: cannot be written: {}", .0.display(), .1)]
+    #[error("{}: cannot be written: {}", .0.display(), Explained(.1))]
     Write(PathBuf, #[source] io::Error),
 }

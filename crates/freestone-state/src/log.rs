@@ -112,8 +112,7 @@ impl Log {
         let of_dir = |error: io::Error| StateError::Directory(dir_path.to_owned(), error);
         let path = dir_path.join(TOPOLOGY);
         let dir = File::open(dir_path).map_err(of_dir)?;
-        let open = OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(&path);
-        let mut file = open.map_err(of_dir)?;
+        let (mut file, is_read_only) = open_file(&path).map_err(of_dir)?;
         let mut content = Vec::new();
         (&mut file).take(MAX_BYTES + 1).read_to_end(&mut content).map_err(of_dir)?;
         if content.len() as u64 > MAX_BYTES {
@@ -138,7 +137,8 @@ impl Log {
             room: 0,
             written: 0,
             durable: 0,
-            is_unknown: false,
+            // Nothing can be appended: the next change replaces the file, or fails.
+            is_unknown: is_read_only,
             topology,
             next,
             pending: BTreeMap::new(),
@@ -149,7 +149,12 @@ impl Log {
             if bytes == 0 {
                 return Err(of_dir(error));
             }
-            tracing::warn!("{}: cannot be replaced, and goes on as it is: {error}", log.path.display());
+            let path = log.path.display();
+            if is_read_only {
+                tracing::error!("{path}: verbs that change devices fail, and nothing is saved: {error}");
+            } else {
+                tracing::warn!("{path}: cannot be replaced, and goes on as it is: {error}");
+            }
             log.is_unknown |= is_cut && log.file.set_len(bytes).is_err();
             // A server that was killed may not have synced its last line.
             log.is_unknown |= log.file.sync_data().and_then(|()| log.dir.sync_all()).is_err();
@@ -354,6 +359,20 @@ impl Log {
             all.extend(pending.lines.iter().cloned());
         }
         Line::text(&all)
+    }
+}
+
+/// Opens a file for appending, or creates it. Returns the file and whether it can only be read, because its
+/// file system is read-only.
+pub fn open_file(path: &Path) -> io::Result<(File, bool)> {
+    match OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(path) {
+        Ok(file) => Ok((file, false)),
+        Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => match File::open(path) {
+            Ok(file) => Ok((file, true)),
+            // The file cannot be created.
+            Err(_) => Err(error),
+        },
+        Err(error) => Err(error),
     }
 }
 

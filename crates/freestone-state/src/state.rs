@@ -1,8 +1,8 @@
 //! The state directory of a server (`serve --state DIR`).
 
-use std::fs::{DirBuilder, File, OpenOptions, remove_dir};
+use std::fs::{DirBuilder, File, remove_dir};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use crate::error::StateError;
 use crate::lines::Line;
-use crate::log::{Log, TOPOLOGY, Unfinished};
+use crate::log::{Log, TOPOLOGY, Unfinished, open_file};
 use crate::topology::{Device, Topology};
 
 const LOCK: &str = "lock";
@@ -39,15 +39,15 @@ pub struct Change<'a> {
 impl State {
     /// Opens the state in a directory, or creates one. Returns what had begun and not ended before.
     ///
-    /// A file that is whole and cannot be replaced, as on a full disk, is used as it is.
+    /// A file that is whole and cannot be replaced, as on a full disk or a read-only file system, is used as it
+    /// is. Changes fail until the file can be replaced.
     ///
     /// # Errors
     /// See [`StateError`]; nothing is changed then.
     pub fn open(dir: &Path) -> Result<(Self, Vec<Unfinished>), StateError> {
         let of_dir = |error: io::Error| StateError::Directory(dir.to_owned(), error);
         create(dir).map_err(of_dir)?;
-        let lock = OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(dir.join(LOCK));
-        let lock = lock.map_err(of_dir)?;
+        let (lock, _) = open_file(&dir.join(LOCK)).map_err(of_dir)?;
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) => return Err(StateError::InUse(dir.to_owned())),

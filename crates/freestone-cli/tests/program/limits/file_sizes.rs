@@ -6,6 +6,7 @@ use rustix::process::Resource;
 
 use super::{limit, start_logged, text};
 use crate::drives::raw::Raw;
+use crate::harness::Serve;
 
 const LIMIT: u64 = 1 << 20;
 const ENOSPC: u32 = 28;
@@ -33,4 +34,13 @@ fn file_size_limit_fails_requests_and_verbs_as_no_space() {
     assert_eq!(Raw::connect(&serve, "full").read(0, 4096), Ok(random[..4096].to_vec()));
     let log = fs::read_to_string(serve.path("log")).unwrap();
     assert_eq!(log.matches("RLIMIT_FSIZE limits files to 1048576 bytes").count(), 1, "{log}");
+}
+
+#[test]
+fn file_size_limit_is_named_if_the_state_cannot_grow() {
+    let serve = Serve::start_in(tempfile::tempdir().unwrap(), &["--state", "state"], true);
+    limit(&serve, Resource::Fsize, 1);
+    let why = serve.refused(1, &["create", "n=null,size=1M"]);
+    assert!(why.starts_with("the state is not kept: "), "{why}");
+    assert!(why.contains("RLIMIT_FSIZE limits files to 1 bytes"), "{why}");
 }

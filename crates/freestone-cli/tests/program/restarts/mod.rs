@@ -394,9 +394,13 @@ fn where_the_directory_is_full_or_read_only_a_verb_fails_and_does_nothing() {
     assert_eq!(names(&server), expected);
     let dir = ended(server);
     mounted.again("ro");
-    let args = ["serve", "--state", "small/state", "--nbd", "unix:n", "--control", "c"];
-    let why = refused(dir.path(), 1, &args);
-    assert!(why.contains("cannot be used as the state of a server: Read-only file system"), "{why}");
+    let server = start(dir);
+    assert_eq!(names(&server), expected);
+    let why = server.refused(1, &["set", "disk", "mem_limit=2M"]);
+    assert!(why.contains("the state is not kept: ") && why.contains("Read-only file system"), "{why}");
     mounted.again("rw");
-    assert_eq!(names(&start(dir)), expected);
+    server.text(&["set", "disk", "mem_limit=2M"]);
+    let server = start(ended(server));
+    assert_eq!(names(&server), expected);
+    assert_eq!(server.json(&["get", "disk", "mem_limit"])["mem_limit"], 2 << 20);
 }
