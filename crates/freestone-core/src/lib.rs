@@ -10,7 +10,7 @@
 //! * [`bytes`]: any offset and length over a device of blocks.
 //! * [`work_queue`], [`timer`], [`handoff`]: who carries on what a device below has answered.
 //! * [`plug`]: many requests, or answers, handed over at once; [`answers`]: their way to the thread
-//!   that reads a queue.
+//!   that reads a queue; [`eventfd`]: the wake-up of a thread.
 //! * [`places`]: how many may use something at one time.
 //! * [`budget`]: bytes that may be held for requests.
 //! * [`workers`]: who does what one queue's reader cannot do alone.
@@ -50,6 +50,8 @@ pub mod consistency_group;
 #[cfg(not(loom))]
 pub mod descriptor_reserve;
 pub mod device;
+#[cfg(not(loom))]
+pub mod eventfd;
 #[cfg(not(loom))]
 pub mod fail_points;
 #[cfg(not(loom))]

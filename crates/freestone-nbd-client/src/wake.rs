@@ -39,8 +39,7 @@ impl Wake {
 
     /// Wakes it, now or when it next waits.
     pub fn wake(&self) {
-        // It can only fail where so many are not taken yet that it is awake.
-        let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
+        freestone_core::eventfd::wake(&self.event);
     }
 
     /// Wakes it to end, whatever it waits for.

@@ -85,8 +85,7 @@ impl Acceptor {
 
     /// Makes the thread ask what comes next.
     pub fn wake(&self) {
-        // It fails only where the counter is full, and then it is readable.
-        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+        freestone_core::eventfd::wake(&self.wake);
     }
 
     /// The thread: accepts until `next` says to stop. `connected` gets the listener with each

@@ -262,8 +262,7 @@ impl Export {
         drop(state);
         drop(file);
         self.shared.changed.notify_all();
-        // It fails only where the counter is full, and then it is readable.
-        let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
+        freestone_core::eventfd::wake(&self.shared.wake);
     }
 
     /// The same, and waits for that. False: it was not done after `grace`; the device is let go of

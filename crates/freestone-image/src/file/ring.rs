@@ -225,12 +225,7 @@ impl Submission for RingShared {
     }
 
     fn wake_reaper(&self) {
-        // A full counter (EAGAIN) wakes the thread, too.
-        while let Err(error) = rustix::io::write(&self.wake, &1_u64.to_ne_bytes())
-            && error != Errno::AGAIN
-        {
-            thread::sleep(BREATH);
-        }
+        freestone_core::eventfd::wake(&self.wake);
     }
 }
 

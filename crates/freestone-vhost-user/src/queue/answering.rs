@@ -81,8 +81,7 @@ impl Queue {
             notes.published(self.parts.ring.used_index());
         }
         if tell && let Some(call) = &*self.parts.call.lock().unwrap_or_else(PoisonError::into_inner) {
-            // It does not block; where the counter is full, the driver has not looked at the last.
-            let _ = rustix::io::write(call, &1_u64.to_ne_bytes());
+            freestone_core::eventfd::wake(call);
         }
     }
 }

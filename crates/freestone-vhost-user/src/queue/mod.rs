@@ -4,7 +4,7 @@
 mod answering;
 mod sleep;
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -519,7 +519,7 @@ impl Queue {
     fn end(&mut self, broken: Broken) {
         client_log!(warn, queue = self.parts.index, "{}: vhost-user: {broken}", self.parts.disk.name);
         if let Some(err) = &self.parts.err {
-            let _ = rustix::io::write(err.as_fd(), &1_u64.to_ne_bytes());
+            freestone_core::eventfd::wake(err);
         }
         if self.is_dead() {
             let _ = rustix::net::shutdown(&self.parts.guest.socket, rustix::net::Shutdown::Both);

@@ -1,0 +1,75 @@
+//! Wake-ups through an eventfd: a thread that polls the descriptor must not miss one.
+
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use rustix::io::Errno;
+
+use crate::sync::thread;
+
+/// Pause after a call that failed for another reason than a signal.
+const BREATH: Duration = if cfg!(test) { Duration::ZERO } else { Duration::from_millis(1) };
+/// Calls that fail in a row, about a second's worth, before a wake-up is given up.
+const TRIES: u32 = if cfg!(test) { 20 } else { 1000 };
+
+/// Makes a non-blocking eventfd readable, and so wakes whoever polls it.
+pub fn wake(eventfd: impl AsFd) {
+    let eventfd = eventfd.as_fd();
+    add_one(|| rustix::io::write(eventfd, &1_u64.to_ne_bytes()));
+}
+
+fn add_one(mut write: impl FnMut() -> rustix::io::Result<usize>) {
+    let mut failures = 0;
+    loop {
+        match write() {
+            // A full counter is readable.
+            Ok(_) | Err(Errno::AGAIN) => return,
+            Err(Errno::INTR) => {}
+            Err(errno) => {
+                failures += 1;
+                if failures == TRIES {
+                    crate::client_log!(error, "a thread cannot be woken: {errno}");
+                    return;
+                }
+                thread::sleep(BREATH);
+            }
+        }
+    }
+}
+
+#[cfg(all(test, not(freestone_sim)))]
+mod tests {
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    /// Returns how many calls are made if the first ones fail so.
+    fn calls(failures: &[Errno]) -> usize {
+        let mut calls = 0;
+        add_one(|| {
+            calls += 1;
+            failures.get(calls - 1).map_or(Ok(8), |errno| Err(*errno))
+        });
+        calls
+    }
+
+    #[test]
+    fn write_that_fails_is_repeated() {
+        assert_eq!(calls(&[]), 1);
+        assert_eq!(calls(&[Errno::INTR, Errno::INTR, Errno::NOMEM]), 4);
+        assert_eq!(calls(&[Errno::INTR, Errno::AGAIN, Errno::INTR]), 2);
+        assert_eq!(calls(&[Errno::BADF; 100]), TRIES as usize);
+    }
+
+    #[test]
+    fn full_counter_stays_readable() {
+        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        wake(&fd);
+        assert_eq!(rustix::io::read(&fd, &mut [0_u8; 8]), Ok(8));
+        wake(&fd);
+        let mut count = [0; 8];
+        assert_eq!(rustix::io::read(&fd, &mut count), Ok(8));
+        assert_eq!(u64::from_ne_bytes(count), 1);
+    }
+}
