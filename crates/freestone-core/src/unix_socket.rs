@@ -152,13 +152,13 @@ pub fn bind_to(path: &Path, backlog: i32, access: &Access) -> Result<(OwnedFd, S
         Ok::<_, Errno>(socket)
     };
     // Two servers that replace one stale socket must not remove each other's.
-    let _lock = lock_directory(path.parent());
+    let lock = lock_directory(path.parent());
     let mut socket = new_socket()?;
     if let Err(errno) = bind(&socket, &name) {
         if errno != Errno::ADDRINUSE {
             return Err(errno.into());
         }
-        remove_stale(path, &name)?;
+        remove_stale(path, &name, lock.as_ref().err())?;
         socket = new_socket()?;
         bind(&socket, &name)?;
     }
@@ -175,8 +175,8 @@ fn new_socket() -> Result<OwnedFd, Errno> {
     socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
 }
 
-/// Removes a socket at which nobody accepts.
-fn remove_stale(path: &Path, name: &SocketAddrUnix) -> Result<(), BindError> {
+/// Removes a socket at which nobody accepts, unless the lock of its directory failed.
+fn remove_stale(path: &Path, name: &SocketAddrUnix, unlocked: Option<&Errno>) -> Result<(), BindError> {
     match fs::symlink_metadata(path) {
         // Removed by its server meanwhile.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -193,6 +193,11 @@ fn remove_stale(path: &Path, name: &SocketAddrUnix) -> Result<(), BindError> {
         // there.
         Ok(()) | Err(_) => return Err(BindError::InUse),
     }
+    // By now another server may have replaced the socket.
+    if let Some(errno) = unlocked {
+        let why = "the socket there has no listener and is not replaced, as its directory cannot be locked";
+        return Err(io::Error::other(format!("{why}: {errno}")).into());
+    }
     tracing::info!(path = %path.display(), "replacing a socket at which nobody listens");
     match fs::remove_file(path) {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Err(BindError::Permission),
@@ -201,21 +206,33 @@ fn remove_stale(path: &Path, name: &SocketAddrUnix) -> Result<(), BindError> {
     }
 }
 
-/// Held while a socket is made in the directory. Best effort: a directory that cannot be read is
-/// not locked.
-fn lock_directory(directory: Option<&Path>) -> Option<File> {
+/// Locks the directory while a socket is made in it. Returns `None` if the directory never can be locked: it
+/// may not be read, its file system has no locks, or another program keeps it locked.
+///
+/// # Errors
+/// The lock failed for a reason that may pass, such as a lack of file descriptors.
+fn lock_directory(directory: Option<&Path>) -> Result<Option<File>, Errno> {
     let directory = directory.filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let file = File::open(directory).ok()?;
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let file = match openat(CWD, directory, flags, Mode::empty()) {
+        Ok(file) => File::from(file),
+        Err(Errno::ACCESS | Errno::PERM) => return Ok(None),
+        Err(errno) => return Err(errno),
+    };
     let deadline = Instant::now() + DIRECTORY_LOCK_WAIT;
     let mut pause = DIRECTORY_LOCK_PAUSES.start;
-    while let Err(Errno::WOULDBLOCK) = flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        if Instant::now() >= deadline {
-            return None;
+    loop {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(Some(file)),
+            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NOLCK | Errno::INVAL) => return Ok(None),
+            // A server that makes a socket holds the lock far shorter.
+            Err(Errno::WOULDBLOCK) if Instant::now() >= deadline => return Ok(None),
+            Err(Errno::WOULDBLOCK | Errno::INTR) => {}
+            Err(errno) => return Err(errno),
         }
         std::thread::sleep(pause);
         pause = (pause * 2).min(DIRECTORY_LOCK_PAUSES.end);
     }
-    Some(file)
 }
 
 impl Drop for SocketFile {
@@ -306,5 +323,20 @@ mod tests {
         fs::hard_link(&socket, dir.path().join("h")).unwrap();
         assert!(access.give(&socket).is_err());
         assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn socket_without_listener_is_replaced_only_under_the_lock() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let name = SocketAddrUnix::new(&path).unwrap();
+        drop(UnixListener::bind(&path).unwrap());
+        let refused = remove_stale(&path, &name, Some(&Errno::MFILE)).unwrap_err().to_string();
+        assert!(refused.contains("cannot be locked: Too many open files"), "{refused}");
+        assert!(path.exists());
+        remove_stale(&path, &name, None).unwrap();
+        assert!(!path.exists());
+        assert!(lock_directory(Some(dir.path())).unwrap().is_some());
+        assert_eq!(lock_directory(Some(&path)).unwrap_err(), Errno::NOENT);
     }
 }
