@@ -319,11 +319,13 @@ impl<'a> Opening<'a> {
         };
         let (bytes, size) = (geometry.size, geometry.size.next_multiple_of(block));
         let geometry = Geometry { size, padding: (size - bytes) as u32, ..geometry };
+        let watched = self.config.read_only.then(|| Watched::new(path, self.fd.as_fd(), &self.stat));
+        let watched = watched.transpose().map_err(call("examine"))?;
         let mut backing = Backing::new(self.fd, path.clone(), self.is_block_device, self.direct, geometry);
         backing.held = Some(self.held);
         backing.padded = padded;
         backing.found = modified(&self.stat);
-        backing.watched = self.config.read_only.then(|| Watched::new(path, &self.stat));
+        backing.watched = watched;
         Ok(backing)
     }
 

@@ -5,6 +5,7 @@
 //! to know waits no longer than he says, as a disk may hang.
 
 use std::fmt;
+use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
 use std::sync::{PoisonError, Weak};
@@ -79,6 +80,8 @@ impl Identity {
 pub(super) struct Watched {
     path: PathBuf,
     opened: Identity,
+    /// The inode number means nothing after the next mount.
+    is_fuse: bool,
     /// A [`Changed`], or 0.
     found: AtomicU8,
 }
@@ -87,9 +90,19 @@ pub(super) struct Watched {
 const FUSE_SUPER_MAGIC: u64 = 0x6573_5546;
 
 impl Watched {
-    pub fn new(path: &Path, stat: &Stat) -> Arc<Self> {
-        let watched =
-            Arc::new(Self { path: path.to_owned(), opened: Identity::of(stat), found: AtomicU8::new(0) });
+    /// Watches a file that was opened at `path`.
+    ///
+    /// # Errors
+    /// The file system cannot be examined.
+    pub fn new(path: &Path, fd: BorrowedFd<'_>, stat: &Stat) -> rustix::io::Result<Arc<Self>> {
+        let is_fuse = match rustix::fs::fstatfs(fd) {
+            Ok(fs) => fs.f_type as u64 == FUSE_SUPER_MAGIC,
+            // Only file systems in user space may lack the call.
+            Err(Errno::NOSYS) => true,
+            Err(errno) => return Err(errno),
+        };
+        let (path, opened) = (path.to_owned(), Identity::of(stat));
+        let watched = Arc::new(Self { path, opened, is_fuse, found: AtomicU8::new(0) });
         let mut rounds = ROUNDS.lock();
         rounds.files.retain(|file| file.strong_count() > 0);
         rounds.files.push(Arc::downgrade(&watched));
@@ -101,7 +114,7 @@ impl Watched {
         }
         // Wakes a thread that had nothing to look at.
         CHANGE.notify_all();
-        watched
+        Ok(watched)
     }
 
     /// Returns size in bytes, time of modification and inode of the file as it was opened, as text;
@@ -110,8 +123,7 @@ impl Watched {
         let Identity::File { place: (_, inode), size, modified: (seconds, nanos) } = self.opened else {
             return None;
         };
-        let is_fuse = rustix::fs::statfs(&self.path).is_ok_and(|fs| fs.f_type as u64 == FUSE_SUPER_MAGIC);
-        let inode = if is_fuse { 0 } else { inode };
+        let inode = if self.is_fuse { 0 } else { inode };
         Some(format!("{size} {seconds}.{nanos:09} {inode}"))
     }
 
@@ -130,7 +142,7 @@ impl Watched {
                 _ => Some(Changed::Replaced),
             },
             Err(Errno::NOENT | Errno::NOTDIR) => Some(Changed::Removed),
-            // That tells nothing.
+            // The next look may succeed.
             Err(_) => return,
         };
         let before = self.found.swap(found.map_or(0, |found| found as u8), SeqCst);
