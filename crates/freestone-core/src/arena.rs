@@ -45,9 +45,12 @@ struct ArenaState {
 impl Arena {
     /// An arena of units of `unit_bytes`, a power of two from a page to a segment. `name` shows in
     /// `/proc/PID/maps`.
-    pub fn new(name: &str, unit_bytes: u64) -> Result<Self> {
+    ///
+    /// # Errors
+    /// Those of `memfd_create(2)`, such as EMFILE.
+    pub fn new(name: &str, unit_bytes: u64) -> rustix::io::Result<Self> {
         assert!(unit_bytes.is_power_of_two() && (4096..=SEGMENT_BYTES).contains(&unit_bytes));
-        let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC).map_err(|_| Error::NoMemory)?;
+        let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)?;
         let segments = (0..SEGMENTS).map(|_| AtomicPtr::new(std::ptr::null_mut())).collect();
         Ok(Self { file, unit_bytes, segments, state: Mutex::default() })
     }

@@ -25,7 +25,10 @@ mod real {
 
     impl Nodes {
         /// An empty store.
-        pub fn new() -> Result<Self> {
+        ///
+        /// # Errors
+        /// Those of `memfd_create(2)`.
+        pub fn new() -> rustix::io::Result<Self> {
             Ok(Self { arena: Arena::new("freestone-slots", NODE_BYTES)?, used: AtomicU64::new(0) })
         }
 
@@ -96,7 +99,7 @@ mod real {
     }
 
     impl Nodes {
-        pub fn new() -> Result<Self> {
+        pub fn new() -> rustix::io::Result<Self> {
             let nodes =
                 (0..NODES).map(|_| [AtomicU64::new(u64::MAX << 8), AtomicU64::new(u64::MAX << 8)]).collect();
             Ok(Self { nodes, free: Mutex::new((0..NODES as u32).collect()) })

@@ -47,7 +47,10 @@ pub struct Common {
 
 impl Common {
     /// Nothing in use.
-    pub fn new() -> Result<Self> {
+    ///
+    /// # Errors
+    /// Those of `memfd_create(2)`.
+    pub fn new() -> rustix::io::Result<Self> {
         let leaves_of_marks = Arc::new(AtomicU64::new(0));
         Ok(Self { nodes: Nodes::new()?, parking: Parking::default(), leaves_of_marks })
     }

@@ -207,6 +207,9 @@ pub enum SetupError {
     /// An option that asks for another.
     #[error("discard_passdown_origin needs discard_zeroes_cow")]
     Passdown,
+    /// The file that holds the tables could not be created.
+    #[error("cannot create a memory file: {0}")]
+    MemoryFile(#[source] io::Error),
     /// The machine has no memory left.
     #[error("out of memory")]
     NoMemory,

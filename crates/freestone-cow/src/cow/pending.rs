@@ -88,7 +88,7 @@ impl Origin {
         let common = if let Some(common) = core.common.get() {
             Arc::clone(common)
         } else {
-            let new = Arc::new(Common::new().map_err(|_| SetupError::NoMemory)?);
+            let new = Arc::new(Common::new().map_err(|errno| SetupError::MemoryFile(errno.into()))?);
             Arc::clone(core.common.get_or_init(|| new))
         };
         if config.kind.is_persistent() {

@@ -6,6 +6,7 @@
 
 use super::pages::{PAGE, Pages};
 use super::{Config, SetupError};
+use freestone_core::client_log;
 use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result,
     Tried, range_end,
@@ -45,8 +46,7 @@ impl Memory {
     /// The configuration; no memory for its tables.
     pub fn new(config: Config) -> std::result::Result<Self, SetupError> {
         let geometry = config.geometry(MEMORY_BYTES_MAX)?;
-        let pages = Pages::new().map_err(|_| SetupError::NoMemory)?;
-        Ok(Self { geometry, pages: Swap::new(Box::new(pages)) })
+        Ok(Self { geometry, pages: Swap::new(Box::new(Pages::new()?)) })
     }
 
     /// Bytes of memory that it takes, tables and kept memory included.
@@ -60,8 +60,12 @@ impl Memory {
     /// # Errors
     /// [`Error::NoMemory`]; nothing was wiped.
     pub fn reset(&self) -> Result<()> {
-        let old = self.pages.replace(Box::new(Pages::new()?));
-        drop(old);
+        let pages = Pages::new().map_err(|error| {
+            // What a request may fail with cannot name the reason.
+            client_log!(error, "a null device cannot be wiped: {error}");
+            Error::NoMemory
+        })?;
+        drop(self.pages.replace(Box::new(pages)));
         Ok(())
     }
 

@@ -19,6 +19,7 @@ mod memory;
 mod pace;
 mod pages;
 
+use rustix::io::Errno;
 use thiserror::Error;
 
 pub use self::badblocks::{BAD_RANGES_MAX, BadBlocks, BadConfig, BadError};
@@ -113,6 +114,9 @@ pub enum SetupError {
         /// The logical block.
         block: u32,
     },
+    /// The file that holds the memory could not be created.
+    #[error("cannot create a memory file: {0}")]
+    MemoryFile(Errno),
     /// No memory for tables.
     #[error("out of memory")]
     NoMemory,

@@ -12,6 +12,7 @@
 
 use std::collections::VecDeque;
 
+use super::SetupError;
 use freestone_core::PAGE_BYTES;
 use freestone_core::arena::Arena;
 use freestone_core::device::Result;
@@ -104,12 +105,13 @@ fn with_locked<'a, R>(leaf: Leaf<'a>, first: u64, count: usize, work: impl FnOnc
 
 impl Pages {
     /// Nothing in use.
-    pub fn new() -> Result<Self> {
-        let common = Arc::new(Common::new()?);
+    pub fn new() -> std::result::Result<Self, SetupError> {
+        let common = Arc::new(Common::new().map_err(SetupError::MemoryFile)?);
+        let table = |id| Table::new(id, Arc::clone(&common)).map_err(|_| SetupError::NoMemory);
         Ok(Self {
-            table: Table::new(0, Arc::clone(&common))?,
-            units: Table::new(1, Arc::clone(&common))?,
-            arena: Arena::new("freestone-null", UNIT_BYTES)?,
+            table: table(0)?,
+            units: table(1)?,
+            arena: Arena::new("freestone-null", UNIT_BYTES).map_err(SetupError::MemoryFile)?,
             common,
             counters: Counters::default(),
             stale: Mutex::default(),

@@ -112,12 +112,15 @@ impl Place {
 impl Pool {
     /// An empty pool without a limit, with nothing beside it.
     #[cfg(test)]
-    pub fn new() -> Result<Self> {
+    pub fn new() -> rustix::io::Result<Self> {
         Self::beside(Arc::new(AtomicU64::new(0)))
     }
 
     /// An empty pool without a limit; so many pages beside it will count against its limit.
-    pub fn beside(beside_pages: Arc<AtomicU64>) -> Result<Self> {
+    ///
+    /// # Errors
+    /// Those of `memfd_create(2)`.
+    pub fn beside(beside_pages: Arc<AtomicU64>) -> rustix::io::Result<Self> {
         Ok(Self {
             arena: Arena::new("freestone-pool", SPAN_BYTES)?,
             spans: Spans::new(CLASSES),

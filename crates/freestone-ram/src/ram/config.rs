@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::io::Errno;
 use thiserror::Error;
 
 use super::full::WhenFull;
@@ -166,6 +167,9 @@ pub enum SetupError {
     /// A thread for background work could not be started.
     #[error("cannot start a thread: {0}")]
     Thread(std::io::Error),
+    /// The file that holds the memory could not be created.
+    #[error("cannot create a memory file: {0}")]
+    MemoryFile(Errno),
     /// No memory for tables or streams.
     #[error("out of memory")]
     NoMemory,

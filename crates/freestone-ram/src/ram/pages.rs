@@ -69,8 +69,8 @@ impl Pages {
             }
         };
         let keeper = Arc::<Keeper>::default();
-        let common = Arc::new(Common::new()?);
-        let pool = Pool::beside(Arc::clone(&common.leaves_of_marks))?;
+        let common = Arc::new(Common::new().map_err(SetupError::MemoryFile)?);
+        let pool = Pool::beside(Arc::clone(&common.leaves_of_marks)).map_err(SetupError::MemoryFile)?;
         Ok(Arc::new(Self {
             name: OnceLock::new(),
             common,

@@ -113,7 +113,7 @@ fn refused(spec: &ForkSpec, error: SetupError) -> Refusal {
         }
         SetupError::TooLarge(bytes) => format!("size={}: a fork has at most 256T", exact(bytes)),
         SetupError::Live => format!("base={}: is live; take a snapshot and fork that", spec.base),
-        error @ (SetupError::NoMemory | SetupError::Thread(_)) => {
+        error @ (SetupError::NoMemory | SetupError::MemoryFile(_) | SetupError::Thread(_)) => {
             return family::refused(error);
         }
         error => error.to_string(),

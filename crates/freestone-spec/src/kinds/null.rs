@@ -322,6 +322,7 @@ fn data(whole: &Spec, spec: &NullSpec, registry: &Registry) -> Result<(NullData,
     };
     let refused = |error| match error {
         null::SetupError::NoMemory => Refusal::failed(Errno::ENOMEM, error),
+        null::SetupError::MemoryFile(_) => Refusal::failed(Errno::EIO, error),
         null::SetupError::Size { size, largest, .. } => {
             let (size, largest) = (exact(size), exact(largest));
             Refusal::failed(Errno::EINVAL, format!("size={size}: with memory_backed=1 at most {largest}"))

@@ -37,3 +37,21 @@ fn descriptors_taken_by_clients_leave_verbs_and_saves_some() {
     let serve = start(end(serve));
     assert_eq!(Raw::connect(&serve, "f").read(0, 4096), Ok(vec![7; 4096]));
 }
+
+#[test]
+fn create_without_descriptors_names_the_reason() {
+    let serve = Serve::start(&["a=null,size=1M"]);
+    let control = serve.control();
+    let create = |number: u64| {
+        let device = format!("n{number}=null,size=1M,memory_backed=1");
+        let params = json!({ "device": device });
+        let request = json!({ "jsonrpc": "2.0", "id": 1, "method": "create", "params": params });
+        ask(&control, request.to_string().as_bytes())["error"]["message"].as_str().map(str::to_owned)
+    };
+    assert_eq!(create(0), None);
+    let open = std::fs::read_dir(format!("/proc/{}/fd", serve.pid().as_raw_nonzero())).unwrap().count();
+    limit(&serve, Resource::Nofile, open as u64 + 8);
+    // Each device has two memory files.
+    let why = (1..open as u64 + 8).find_map(create).unwrap();
+    assert!(why.contains("cannot create a memory file: Too many open files"), "{why}");
+}

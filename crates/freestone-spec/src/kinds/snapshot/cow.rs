@@ -175,7 +175,9 @@ fn prepare(
             | cow::SetupError::HalfMerged
             | cow::SetupError::OtherMerge => Errno::EBUSY,
             cow::SetupError::NoMemory | cow::SetupError::Thread(_) => Errno::ENOMEM,
-            cow::SetupError::Device { .. } | cow::SetupError::Damaged(_) => Errno::EIO,
+            cow::SetupError::Device { .. } | cow::SetupError::MemoryFile(_) | cow::SetupError::Damaged(_) => {
+                Errno::EIO
+            }
             _ => Errno::EINVAL,
         };
         let at = if place.is_empty() { String::new() } else { format!("cow={place}: ") };
