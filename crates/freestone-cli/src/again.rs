@@ -4,6 +4,7 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 
+use freestone_core::client_log;
 use freestone_spec::kinds::Entry;
 use tracing::{error, info};
 
@@ -59,7 +60,8 @@ fn run(service: &Weak<Service>) {
         }
         for name in names {
             if let Err(fault) = try_again(&service, &name) {
-                error!("{}", fault.message);
+                // Every try may fail for the same reason.
+                client_log!(error, "{}", fault.message);
             }
         }
     }

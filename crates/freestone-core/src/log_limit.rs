@@ -33,8 +33,8 @@ impl HeldBack {
     }
 }
 
-/// Logs an event that a client can cause as often as it likes: at the given level once a minute for each
-/// call site, with the field `suppressed` for those in between, which are logged at the level `debug`.
+/// Logs an event that a client can cause as often as it likes, or that a lasting fault repeats: at the given
+/// level once a minute for each call site, with the field `suppressed` for those in between, which are logged at the level `debug`.
 /// Exports log warnings and errors that clients cause only through this macro or a [`LogLimit`].
 #[macro_export]
 macro_rules! client_log {

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use freestone_core::client_log;
 use freestone_core::device::{Error, Geometry, Result};
 use freestone_core::plug::{Unplug, hold};
 use freestone_core::sync::{Condvar, Instant, Mutex, MutexGuard};
@@ -161,7 +162,7 @@ impl Shared {
             };
             if let Err(error) = timer::at(when, look) {
                 // The connections' threads look as well, when they try to connect.
-                tracing::warn!("no timer: requests may wait longer than they should: {error}");
+                client_log!(warn, "no timer: requests may wait longer than they should: {error}");
             }
         }
     }

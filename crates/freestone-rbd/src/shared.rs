@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::PoisonError;
 use std::time::Duration;
 
+use freestone_core::client_log;
 use freestone_core::device::{Error, Geometry, IoBuf, Op};
 use freestone_core::log_limit::LogLimit;
 use freestone_core::sync::{AtomicU64, Condvar, Instant, Mutex, Ordering};
@@ -257,7 +258,7 @@ impl Shared {
         };
         if let Err(error) = timer::at(when, look) {
             // It was started when the device was.
-            tracing::warn!("{}: no timer: requests may wait longer than they should: {error}", self.name);
+            client_log!(warn, "{}: no timer: requests may wait longer than they should: {error}", self.name);
         }
     }
 

@@ -16,6 +16,7 @@ use super::mark::Mark;
 use super::states::Table;
 use super::word::Word;
 use super::{Inner, ZoneCondition};
+use freestone_core::client_log;
 use freestone_core::device::{Blocking, Error, Flags, Request, Result, Tried};
 use freestone_core::sync::Mutex;
 
@@ -75,7 +76,7 @@ impl Kept {
         let changed = before.iter().filter(|&&(zone, (_, mark))| self.zones[zone as usize].1 != mark);
         let changed = changed.map(|&(zone, _)| zone);
         if let Err(error) = file.write(changed, |zone| self.zones[zone as usize].1) {
-            tracing::warn!("{error}");
+            client_log!(warn, "the state of zones cannot be written: {error}");
             for (zone, kept) in before {
                 self.zones[zone as usize] = kept;
             }

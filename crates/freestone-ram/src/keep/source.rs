@@ -9,6 +9,7 @@ use crate::codec;
 use crate::ram::{Incoming, Source};
 use crate::save::known::{self, Known, Refused};
 use freestone_core::PAGE_BYTES;
+use freestone_core::client_log;
 use freestone_core::device::{Error, Result};
 
 /// A file of a chain, and what reads its objects.
@@ -55,7 +56,8 @@ impl Index {
         match known::incoming(algorithms, &form, bytes, &mut content) {
             Ok(incoming) => take(incoming),
             Err(Refused::Damaged(what)) => {
-                tracing::error!("{}: page {page}: {what}", self.parts[entry.file()].blocks.path().display());
+                let path = self.parts[entry.file()].blocks.path().display();
+                client_log!(error, "{path}: page {page}: {what}");
                 Err(Error::Media)
             }
             Err(Refused::Other(_)) => Err(Error::NoMemory),

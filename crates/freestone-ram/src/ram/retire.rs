@@ -14,6 +14,7 @@ use super::layer::Layer;
 use super::pages::Pages;
 use super::parent::Parent;
 use super::removals::Step;
+use freestone_core::client_log;
 use freestone_core::slot::{LEAF_SLOTS, MAX_SLOTS};
 use freestone_core::sync::{AtomicU64, LazyLock, Ordering};
 use freestone_core::work_queue::WorkQueue;
@@ -92,7 +93,7 @@ static CLEANER: LazyLock<Arc<WorkQueue>> = LazyLock::new(|| WorkQueue::new("clea
 
 fn clean(task: Task) {
     if let Err(error) = CLEANER.start() {
-        tracing::error!(%error, "no thread to free memory in the background; it is done at once");
+        client_log!(error, %error, "no thread to free memory in the background; it is done at once");
         let mut next = Some(task);
         while let Some(task) = next {
             next = step(task).0;
@@ -231,7 +232,7 @@ fn drop_apart(what: impl Send + 'static) {
     let started =
         freestone_core::sync::thread::Builder::new().name("cleaner-end".into()).spawn(move || drop(what));
     if let Err(error) = started {
-        tracing::warn!(%error, "no thread to end a device on; others wait for it");
+        client_log!(warn, %error, "no thread to end a device on; others wait for it");
     }
 }
 

@@ -6,6 +6,7 @@ use super::stats::counter;
 use super::{Ram, piece};
 use crate::codec::Page;
 use freestone_core::PAGE_BYTES;
+use freestone_core::client_log;
 use freestone_core::device::Error;
 
 impl Ram {
@@ -14,7 +15,7 @@ impl Ram {
         match self.0.pages.keeper.start() {
             Ok(()) => wait(job),
             Err(error) => {
-                tracing::error!(%error, "no thread for requests that wait");
+                client_log!(error, %error, "no thread for requests that wait");
                 self.fail_write(job, Error::NoMemory);
                 None
             }

@@ -31,6 +31,8 @@ use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::process;
 
+use freestone_core::client_log;
+
 use crate::format::CHUNK_BYTES;
 use crate::format::name::Name;
 use crate::objects::Until;
@@ -99,13 +101,12 @@ impl Cache {
         let entry = Entry::open(&path, name);
         match &entry {
             Ok(Some(entry)) => entry.used(),
-            Ok(None) => {}
             Err(why) if why.kind() == io::ErrorKind::InvalidData => {
-                tracing::warn!("{}: {why}; it is fetched again", path.display());
+                client_log!(warn, "{}: {why}; it is fetched again", path.display());
                 let _ = fs::remove_file(&path);
             }
             // Another look may find it.
-            Err(_) => {}
+            Ok(None) | Err(_) => {}
         }
         entry.ok().flatten()
     }
@@ -113,7 +114,7 @@ impl Cache {
     /// Takes a chunk out, as its pages do not fit their checksums.
     pub fn discard(&self, name: &Name) {
         let path = self.path(CHUNKS, name);
-        tracing::warn!("{}: is damaged; it is fetched again", path.display());
+        client_log!(warn, "{}: is damaged; it is fetched again", path.display());
         let _ = fs::remove_file(path);
     }
 
