@@ -21,7 +21,7 @@ use freestone_spec::config;
 use freestone_spec::machine::keep_large_blocks_apart;
 use signal_hook::consts::SIGTERM;
 use tempfile::TempDir;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use self::plan::Plan;
 use crate::access::AccessArgs;
@@ -333,14 +333,17 @@ impl Running {
         flushed
     }
 
-    /// Closes the devices until `end`, on that thread; `events` hears when that is done.
-    fn close(self, thread: Standby, events: Sender<Event>, end: Instant) {
+    /// Closes the devices until `end`, on that thread; `events` hears when that is done. Returns a channel for
+    /// the number of devices that could not be closed.
+    fn close(self, thread: Standby, events: Sender<Event>, end: Instant) -> Receiver<usize> {
+        let (sender, unclosed) = mpsc::channel();
         thread.run(move || {
             let _ended = SendEnded(events);
             let closing = Closing::of(&self.service.registry.all());
             drop(self);
-            closing.wait(end);
+            let _ = sender.send(closing.wait(end));
         });
+        unclosed
     }
 
     /// Removes what is visible to others, waiting for nobody.
@@ -427,15 +430,20 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
     // than that.
     running.remove_paths();
     started_by::ending("devices are closed");
-    running.close(closer, events.sender(), end);
-    match until::ended(&events, Some(end)) {
-        Ended::Well => {}
+    let unclosed = running.close(closer, events.sender(), end);
+    let unclosed = match until::ended(&events, Some(end)) {
+        // The thread sends the number before it ends, unless it panics.
+        Ended::Well => unclosed.recv().unwrap_or(1),
         Ended::Signal(signal) => at_once(until::STATUS_OF_SIGNAL_0 + signal),
-        Ended::Late => warn!("a disk or a verb does not end: its devices are not closed"),
-    }
+        Ended::Late => {
+            error!("a disk or a verb does not end: its devices are not closed");
+            1
+        }
+    };
     // A verb that hangs on a disk did not end with the rest.
     replace::abandon();
-    status.map(ExitCode::from)
+    // The next start cannot know that such a device was closed in order.
+    status.map(|status| ExitCode::from(if unclosed > 0 && status == 0 { 1 } else { status }))
 }
 
 /// Serves until something asks for the end. Returns the exit status of the command of `--run`, or 0.
