@@ -25,8 +25,8 @@ use freestone_ublk as ublk;
 use freestone_vhost_user as vhost_user;
 use tracing::warn;
 
-pub use self::absent::Absent;
 use self::absent::AllAbsent;
+pub use self::absent::{Absent, Unread};
 use self::limits::AllLimited;
 use crate::alone::{Alone, Shown, end_all};
 use crate::claims::{Claim, Claims};

@@ -128,6 +128,8 @@ fn device(service: &Service, entry: &Entry, seen: &Seen) -> Device {
         Some(device) => device.base,
         None => base_identities(service, &entry.spec).into_iter().map(|(_, identity)| identity).collect(),
     };
+    // A version that understands these may serve the state again.
+    let unread = service.exports.absent.unread(name).into_iter().map(|export| export.record);
     Device {
         name: name.to_owned(),
         uuid: entry.identity.uuid.simple().to_string(),
@@ -140,7 +142,7 @@ fn device(service: &Service, entry: &Entry, seen: &Seen) -> Device {
         declared: service.declarations.has(name),
         home: seen.home,
         default_at,
-        exports: exports.map(|(wanted, declared)| export(wanted, *declared)).collect(),
+        exports: exports.map(|(wanted, declared)| export(wanted, *declared)).chain(unread).collect(),
     }
 }
 

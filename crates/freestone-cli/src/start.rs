@@ -20,6 +20,7 @@ use crate::apply::{self, Extent};
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::declared::{self, Declared};
+use crate::exports::Unread;
 use crate::paths::parse_address;
 use crate::places::{Place, Seen, Wanted};
 use crate::recording::{self, Recording};
@@ -84,7 +85,7 @@ fn differences(topology: &Topology, asked: &[Declared], has_file: bool) -> Vec<S
         if home != device.home {
             differs.push(format!("{} {name}", if home { "publish" } else { "unpublish" }));
         }
-        let places = places(device).exports;
+        let places = places(device).0.exports;
         let is = |wanted: &Wanted, known: &Wanted| {
             let same_port = known.place.is(&wanted.place) || known.place.has_chosen_port_of(&wanted.place);
             same_port
@@ -162,7 +163,11 @@ pub fn begin(service: &Service, device: &Device, all: &mut Again) -> Option<Begu
             if is_lost {
                 all.lost.insert(device.name.clone());
             }
-            let mut seen = places(device);
+            let (mut seen, unread) = places(device);
+            for export in &unread {
+                error!("{}: not published at {}: {}", device.name, export.place(), export.why);
+            }
+            service.exports.absent.keep_unread(&device.name, unread);
             let withholds = entry.spec.on_lost.unwrap_or_default() == OnLost::Withhold
                 && !mutants::on(Mutant::LostIsShown);
             if device.withheld || (is_lost && withholds) {
@@ -292,16 +297,17 @@ fn lies_there(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// Where a device of a state is to be seen.
-fn places(device: &Device) -> Seen {
+/// Returns where a device of a state is published, and the exports that cannot be understood.
+fn places(device: &Device) -> (Seen, Vec<Unread>) {
     let mut seen = Seen { home: device.home, exports: Vec::new() };
+    let mut unread = Vec::new();
     for export in &device.exports {
         match records::wanted(export) {
             Ok(wanted) => seen.exports.push((wanted, export.declared)),
-            Err(why) => error!("{}: {why}", device.name),
+            Err(why) => unread.push(Unread { record: export.clone(), why }),
         }
     }
-    seen
+    (seen, unread)
 }
 
 /// Begins the merges of a state, or goes on with them. If one cannot, its origin and snapshot are withheld

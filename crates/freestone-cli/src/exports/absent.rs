@@ -5,6 +5,8 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use freestone_state::Export;
+
 use crate::places::{Place, Seen, Wanted};
 
 /// All of them.
@@ -12,8 +14,28 @@ use crate::places::{Place, Seen, Wanted};
 pub struct AllAbsent {
     /// By device. Locked for a look or a change.
     all: Mutex<HashMap<String, Vec<Absent>>>,
-    /// A thread retries them.
+    /// By device, exports whose records cannot be understood. Locked for a look or a change.
+    unread: Mutex<HashMap<String, Vec<Unread>>>,
+    /// A thread retries the absent exports.
     is_retried: AtomicBool,
+}
+
+/// An export of the state that cannot be understood, such as one of another version. It is not retried, and
+/// its record stays as it is until the device is unpublished.
+#[derive(Debug, Clone)]
+pub struct Unread {
+    /// The record.
+    pub record: Export,
+    /// The reason.
+    pub why: String,
+}
+
+impl Unread {
+    /// Returns the place as text.
+    pub fn place(&self) -> String {
+        let Export { nbd, vhost_user, .. } = &self.record;
+        nbd.as_ref().or(vhost_user.as_ref()).cloned().unwrap_or_else(|| "a block device".into())
+    }
 }
 
 /// An export that is not published.
@@ -105,5 +127,23 @@ impl AllAbsent {
     /// Removes all exports of a device.
     pub fn forget(&self, name: &str) {
         self.lock().remove(name);
+        self.lock_unread().remove(name);
+    }
+
+    fn lock_unread(&self) -> MutexGuard<'_, HashMap<String, Vec<Unread>>> {
+        // A panic cannot leave the map inconsistent, so poisoning is ignored.
+        self.unread.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps exports of a device that cannot be understood.
+    pub fn keep_unread(&self, name: &str, unread: Vec<Unread>) {
+        if !unread.is_empty() {
+            self.lock_unread().insert(name.to_owned(), unread);
+        }
+    }
+
+    /// Returns the exports of a device that cannot be understood.
+    pub fn unread(&self, name: &str) -> Vec<Unread> {
+        self.lock_unread().get(name).cloned().unwrap_or_default()
     }
 }

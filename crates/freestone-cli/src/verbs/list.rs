@@ -117,12 +117,15 @@ pub struct Row {
     absent_exports: Vec<AbsentExport>,
 }
 
-/// An export that is tried again until it is there.
+/// An export of the state that is not published.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct AbsentExport {
     /// Where it is to be.
     address: String,
     why: String,
+    /// The record cannot be understood, so the export is not retried.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    unread: bool,
 }
 
 /// What became of a file that is only read.
@@ -168,12 +171,13 @@ impl Verb for List {
             if let Some(when) = content_of {
                 writeln!(out, "{name}: has the content of {when}; what came later ended with the server")?;
             }
-            for AbsentExport { address, why } in absent_exports {
-                let pause = again::PAUSE.as_secs();
-                writeln!(
-                    out,
-                    "{name}: not published at {address}: {why}; it is tried again every {pause} s"
-                )?;
+            for AbsentExport { address, why, unread } in absent_exports {
+                let then = if *unread {
+                    format!("`freestone unpublish {name}` gives it up")
+                } else {
+                    format!("it is tried again every {} s", again::PAUSE.as_secs())
+                };
+                writeln!(out, "{name}: not published at {address}: {why}; {then}")?;
             }
         }
         reply.missing.iter().try_for_each(|Missing { name, why }| {
@@ -240,8 +244,11 @@ pub fn row(entry: &Entry, service: &Service) -> Row {
 }
 
 fn absent_exports(entry: &Entry, service: &Service) -> Vec<AbsentExport> {
-    let all = service.exports.absent.of(entry.name()).into_iter();
-    all.map(|absent| AbsentExport { address: absent.place(), why: absent.why }).collect()
+    let absent = service.exports.absent.of(entry.name()).into_iter();
+    let absent = absent.map(|one| AbsentExport { address: one.place(), why: one.why, unread: false });
+    let unread = service.exports.absent.unread(entry.name()).into_iter();
+    let unread = unread.map(|one| AbsentExport { address: one.place(), why: one.why, unread: true });
+    absent.chain(unread).collect()
 }
 
 fn cells(row: &Row) -> [String; HEADER.len()] {

@@ -44,8 +44,10 @@ impl Verb for Unpublish {
         let name = params.name;
         let claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
-        let is_published =
-            !service.exports.of(&name).is_empty() || !service.exports.absent.of(&name).is_empty();
+        let exports = &service.exports;
+        let is_published = !exports.of(&name).is_empty()
+            || !exports.absent.of(&name).is_empty()
+            || !exports.absent.unread(&name).is_empty();
         if !is_published && !service.withheld.has(&name) {
             return Err(Fault::failed(Errno::EINVAL, format!("{name}: not published")));
         }

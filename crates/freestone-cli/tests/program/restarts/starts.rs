@@ -5,6 +5,7 @@ use std::io::Write as _;
 use std::net::TcpListener;
 use std::path::Path;
 
+use freestone_state::{Export, State};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -112,6 +113,43 @@ fn absent_export_is_given_up_by_unpublish() {
     let server = serve(ended(server), &[]);
     assert!(absent(&server, "a").is_empty() && absent(&server, "b").is_empty());
     assert!(!is_served(&server.path("nbd"), "a") && is_served(&server.path("run/b"), "b"));
+}
+
+/// Adds an export with a limit that no version has.
+fn add_unknown_export(dir: &TempDir, name: &str) {
+    let (state, _) = State::open(&dir.path().join("state")).unwrap();
+    let mut device = state.find(name).unwrap();
+    let limits = [("max_moons".to_owned(), "3".to_owned())].into();
+    device.exports.push(Export {
+        nbd: Some("unix:/moon".into()),
+        vhost_user: None,
+        ublk: None,
+        read_only: false,
+        allow: Vec::new(),
+        declared: false,
+        limits,
+    });
+    let mut change = state.begin("test", &[name]).unwrap();
+    change.put(device);
+    change.commit().unwrap();
+}
+
+#[test]
+fn export_that_is_not_understood_stays_in_the_state() {
+    let dir = ended(serve(tempfile::tempdir().unwrap(), &["a=null,size=1M"]));
+    add_unknown_export(&dir, "a");
+    let server = serve(dir, &[]);
+    assert_eq!(absent(&server, "a"), ["unix:/moon"]);
+    assert!(server.text(&["list"]).contains("a: not published at unix:/moon: max_moons: "));
+    // A change of the device writes all that the state has of it.
+    server.text(&["publish", "a", "--nbd", "unix:b"]);
+    let server = serve(ended(server), &[]);
+    assert_eq!(absent(&server, "a"), ["unix:/moon"]);
+    assert!(is_served(&server.path("b"), "a"));
+    server.text(&["unpublish", "a"]);
+    assert!(absent(&server, "a").is_empty());
+    let server = serve(ended(server), &[]);
+    assert!(absent(&server, "a").is_empty());
 }
 
 /// Fills a file system, the blocks that its state has reserved included.
