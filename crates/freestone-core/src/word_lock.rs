@@ -117,9 +117,10 @@ impl<W: Word> Guard<'_, W> {
     #[inline]
     fn unlock(&self, new: W) {
         // The holder knows every bit but WAITER, so one XOR both publishes and unlocks, and keeps a
-        // WAITER bit that was set meanwhile. Release: pairs with the Acquire of the next lock, and
-        // of readers.
+        // WAITER bit that was set meanwhile.
         let change = (self.word.bits() ^ new.bits()) | LOCK;
+        // Release: pairs with the Acquire of the next lock, and of readers. The WAITER bit that comes
+        // back carries no data, so this needs no Acquire.
         let before = self.place.fetch_xor(change, Ordering::Release);
         debug_assert!(before & LOCK != 0, "a word that was not locked is unlocked");
         if before & WAITER != 0 {

@@ -26,10 +26,11 @@ pub struct Memory {
 }
 
 impl Memory {
+    /// The memory of `len` bytes at `at`.
+    ///
     /// # Safety
-    /// Where `len` is not 0, `at` points to as many initialised bytes, which nobody else touches
-    /// until the request was answered or cancelled, and which can be written where the request is a
-    /// read.
+    /// If `len` is not 0, `at` points to `len` initialised bytes. Nobody else touches these bytes until
+    /// the request was answered or cancelled. They can be written if the request is a read.
     pub const unsafe fn new(at: *mut u8, len: usize) -> Self {
         Self { at, len }
     }

@@ -121,9 +121,10 @@ impl<W> Exceptions<W> {
     /// Whether every chunk in `[first, end)` is still without a complete exception, after the
     /// origin was read there.
     pub fn none_complete(&self, first: u64, end: u64) -> bool {
-        // Acquire: pairs with the Release of the unlock that published an exception. What was read
-        // was either read before that, or the device ordered it after the write that came after the
-        // exception, which is then seen here.
+        // Acquire: keeps the looks below behind the read of the origin, as a second look at a sequence
+        // lock's counter. If the read returned data of a write that needed an exception, the device
+        // ordered the read after that write, which began after the Release of the unlock that published
+        // the exception. So the looks see the exception.
         fence(Ordering::Acquire);
         let end = end.min(self.chunks);
         let mut chunk = first;

@@ -70,9 +70,9 @@ impl Lz4 {
         let state = self.state.as_mut_ptr().cast();
         let (from, to) = (page.as_ptr().cast(), out.as_mut_ptr().cast());
         let call = if self.clean { LZ4_compress_fast_extState_fastReset } else { LZ4_compress_fast_extState };
-        // SAFETY: the state has the size that the library asked for and its alignment (8); the fast
-        // variant is taken only after a call that succeeded; reads PAGE_BYTES, writes at most
-        // out.len() bytes.
+        // SAFETY: the state has the size that the library asked for and its alignment (8). The variant
+        // that does not clear the state needs one that a successful call left, which `clean` says. Both
+        // read PAGE_BYTES bytes and write at most out.len() bytes.
         let bytes =
             unsafe { call(state, from, to, PAGE_BYTES as c_int, out.len() as c_int, self.acceleration) };
         self.clean = bytes > 0;

@@ -83,9 +83,9 @@ impl BackRefs {
         if pointer.is_null() {
             return;
         }
-        // Relaxed: constant since `open`.
-        // SAFETY: `open` made it with a first entry, and only the span's owner, who is here, uses
-        // it.
+        // Relaxed: constant since `open`, whose store the Acquire above has made visible.
+        // SAFETY: `open` made the array with a first entry. The caller owns the span, which has no objects,
+        // or has all arrays to itself. So nobody else has a reference into the array.
         let len = unsafe { &*pointer }.load(Ordering::Relaxed) as usize + 1;
         // SAFETY: made in `open` with this length and swapped out once.
         drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(pointer, len)) });
@@ -101,12 +101,12 @@ impl BackRefs {
         // Acquire: pairs with the Release in `open`.
         let pointer = self.arrays.get(span).load(Ordering::Acquire);
         assert!(!pointer.is_null(), "span {span} has no back-references");
-        // Relaxed: constant since `open`.
-        // SAFETY: the first entry exists; the array lives while the caller owns the span, or the
+        // Relaxed: constant since `open`, whose store the Acquire above has made visible.
+        // SAFETY: the first entry exists; the array lives while the caller owns the span, or holds the
         // slot of an object in it.
         let objects = unsafe { &*pointer }.load(Ordering::Relaxed);
         assert!((object as u64) < objects, "object {object} of {objects}");
-        // SAFETY: `objects` entries follow the first one.
+        // SAFETY: `objects` entries follow the first one, and the array lives as said above.
         unsafe { &*pointer.add(object + 1) }
     }
 
