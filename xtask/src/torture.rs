@@ -58,8 +58,8 @@ pub enum Mode {
     Calls,
 }
 
-/// The faults that can be put back (`freestone::mutants`), and the mode that finds each, for failing calls in these
-/// scenes.
+/// The faults that can be put back (`freestone::mutants`), the mode that finds each, and the
+/// failing calls that do.
 const MUTANTS: [(&str, Mode, &[&str]); 27] = [
     ("PinnedCall", Mode::Exact, &[]),
     ("FalseNoSpace", Mode::Exact, &[]),
@@ -81,13 +81,13 @@ const MUTANTS: [(&str, Mode, &[&str]); 27] = [
     ("StoreIsBelieved", Mode::Exact, &[]),
     ("PackedPagesShifted", Mode::Exact, &[]),
     ("PruneForgetsTag", Mode::Exact, &[]),
-    ("KeptFileUnseen", Mode::Calls, &["saves"]),
-    ("IncrementUnseen", Mode::Calls, &["saves"]),
-    ("RewriteUnseen", Mode::Calls, &["rewrite"]),
-    ("EndStartsThread", Mode::Calls, &["end"]),
-    ("GoesOnEarly", Mode::Calls, &["start"]),
-    ("RingForgetsEntries", Mode::Calls, &["end", "snapshots"]),
-    ("EndHidesLoss", Mode::Calls, &["end"]),
+    ("KeptFileUnseen", Mode::Calls, &["--scene", "saves", "--call", "fsync"]),
+    ("IncrementUnseen", Mode::Calls, &["--scene", "saves", "--call", "fsync"]),
+    ("RewriteUnseen", Mode::Calls, &["--scene", "rewrite", "--call", "fsync"]),
+    ("EndStartsThread", Mode::Calls, &["--scene", "end", "--call", "clone3"]),
+    ("GoesOnEarly", Mode::Calls, &["--scene", "start", "--call", "bind"]),
+    ("RingForgetsEntries", Mode::Calls, &["--scene", "snapshots", "--call", "io_uring_enter"]),
+    ("EndHidesLoss", Mode::Calls, &["--scene", "end", "--call", "fsync"]),
 ];
 
 impl Mode {
@@ -102,7 +102,7 @@ pub fn run(mode: Option<Mode>, seed: Option<u64>, minutes: f64) -> Result<bool> 
     let share = minutes * 60.0 / modes.len() as f64;
     let mut all_went_well = true;
     for mode in modes {
-        let run = Run { mode, seed, seconds: share as u64, runs: None, mutant: None, scenes: &[] };
+        let run = Run { mode, seed, seconds: share as u64, runs: None, mutant: None, choice: &[] };
         all_went_well &= run.on(&run.build()?)?.success();
     }
     Ok(all_went_well)
@@ -112,7 +112,7 @@ pub fn run(mode: Option<Mode>, seed: Option<u64>, minutes: f64) -> Result<bool> 
 pub fn fixed(lengths: Lengths) -> Result<Outcome> {
     let Lengths { exact_runs, threads, lives } = lengths;
     let seed = Some(GATE_SEED);
-    let threads = Run { mode: Mode::Threads, seed, seconds: threads, runs: None, mutant: None, scenes: &[] };
+    let threads = Run { mode: Mode::Threads, seed, seconds: threads, runs: None, mutant: None, choice: &[] };
     // These runs are counted, however long they take.
     let exact = Run { mode: Mode::Exact, runs: Some(exact_runs), ..threads };
     let lives = Run { mode: Mode::Lives, seconds: lives, ..threads };
@@ -132,16 +132,16 @@ pub fn mutants(only: &[String]) -> Result<Outcome> {
     }
     let mut rows = Vec::new();
     let is_chosen = |name: &&str| only.is_empty() || only.iter().any(|n| n == name);
-    for (name, mode, scenes) in MUTANTS.iter().filter(|(name, ..)| is_chosen(name)) {
+    for (name, mode, choice) in MUTANTS.iter().filter(|(name, ..)| is_chosen(name)) {
         let began = Instant::now();
-        let status = torture_faulty(*mode, scenes, MUTANT_SECONDS, name)?;
+        let status = torture_faulty(*mode, choice, MUTANT_SECONDS, name)?;
         let took = began.elapsed();
         // 1: the torture found something. Anything else is a torture that went wrong.
         let mut found = status.code() == Some(1);
         if found && *mode != Mode::Exact {
             // The exact mode has seen to it that the run passes without the fault. Here as much
             // time has to pass well.
-            found = torture_faulty(*mode, scenes, took.as_secs() + 1, "")?.success();
+            found = torture_faulty(*mode, choice, took.as_secs() + 1, "")?.success();
         }
         rows.push((*name, *mode, found, took));
     }
@@ -161,7 +161,7 @@ pub fn calls(seconds: u64) -> Result<Outcome> {
     let commits = Command::new("git").args(["rev-list", "--count", "HEAD"]).output();
     let commits = commits.ok().and_then(|output| String::from_utf8(output.stdout).ok()?.trim().parse().ok());
     let seed = commits.or(Some(GATE_SEED));
-    let run = Run { mode: Mode::Calls, seed, seconds, runs: None, mutant: None, scenes: &[] };
+    let run = Run { mode: Mode::Calls, seed, seconds, runs: None, mutant: None, choice: &[] };
     let passed = run.on(&programs)?.success();
     Ok(Outcome { counts: Counts::one(passed), ..Outcome::of(passed) })
 }
@@ -169,11 +169,11 @@ pub fn calls(seconds: u64) -> Result<Outcome> {
 /// With a fault put back, or, in the same build, with none.
 fn torture_faulty(
     mode: Mode,
-    scenes: &'static [&'static str],
+    choice: &'static [&'static str],
     seconds: u64,
     mutant: &str,
 ) -> Result<ExitStatus> {
-    let run = Run { mode, seed: Some(GATE_SEED), seconds, runs: None, mutant: Some(mutant), scenes };
+    let run = Run { mode, seed: Some(GATE_SEED), seconds, runs: None, mutant: Some(mutant), choice };
     run.on(&run.build()?)
 }
 
@@ -185,8 +185,8 @@ struct Run<'a> {
     seconds: u64,
     runs: Option<u64>,
     mutant: Option<&'a str>,
-    /// Of failing calls; all if there are none.
-    scenes: &'static [&'static str],
+    /// Options that choose failing calls.
+    choice: &'static [&'static str],
 }
 
 impl Run<'_> {
@@ -220,7 +220,7 @@ impl Run<'_> {
             command.args(["--seed", &seed.to_string()]);
         }
         command.args(["--minutes", &format!("{:.3}", self.seconds as f64 / 60.0)]);
-        command.args(self.scenes.iter().flat_map(|scene| ["--scene", scene]));
+        command.args(self.choice);
         if let Some(runs) = self.runs {
             command.args(["--runs", &runs.to_string()]);
         }

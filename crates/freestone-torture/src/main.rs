@@ -87,6 +87,9 @@ enum Mode {
         /// Only this scene; can be repeated
         #[arg(long, value_name = "NAME")]
         scene: Vec<String>,
+        /// Only calls of this kind, as limit or fsync; can be repeated
+        #[arg(long, value_name = "NAME")]
+        call: Vec<String>,
         /// End at the first finding
         #[arg(long)]
         first: bool,
@@ -142,9 +145,9 @@ fn run() -> Result<ExitCode> {
             Ok(told(lives::run(0, &case, &found(bin)?)))
         }
         #[cfg(target_arch = "x86_64")]
-        Mode::Calls { extent, all, cases, scene, first, only, bin } => {
+        Mode::Calls { extent, all, cases, scene, call, first, only, bin } => {
             let time = (!all).then(|| time(&extent));
-            let choice = calls::Choice { scenes: scene, cases, time, is_first: first };
+            let choice = calls::Choice { scenes: scene, calls: call, cases, time, is_first: first };
             let bin = found(bin)?;
             let report = match only {
                 Some(case) => calls::again(&case, &bin),

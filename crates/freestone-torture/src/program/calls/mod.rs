@@ -54,6 +54,8 @@ const BASE: &str = "g.img";
 pub struct Choice {
     /// Only these scenes; all if there are none.
     pub scenes: Vec<String>,
+    /// Only calls of these kinds; all if there are none.
+    pub calls: Vec<String>,
     /// At most this many cases.
     pub cases: Option<usize>,
     /// At most so long.
@@ -276,6 +278,7 @@ pub fn calls(seed: u64, choice: &Choice, program: &Path) -> Result<Report, Strin
         row.sites = distinct(&run.sites).len();
         all.extend(cases);
     }
+    all.retain(|case| choice.calls.is_empty() || choice.calls.contains(&case.site.call));
     shuffle(&mut all, &mut rng);
     all.truncate(choice.cases.unwrap_or(usize::MAX));
     let end = choice.time.map(|time| began + time);
