@@ -74,8 +74,10 @@ pub enum Step {
     Variants,
     /// Slow: the experiments of the sources, run once each
     Reproduce,
-    /// Slow: known faults are put back, and the torture finds each
+    /// Slow: known faults are put back, and the other modes of the torture find each
     Mutants,
+    /// Slow: known faults are put back, and failing system calls find each
+    MutantsCalls,
     /// Slow: the torture with more seeds, and servers that are killed for six minutes
     TortureLong,
     /// Slow: servers whose system calls fail, for eleven minutes, other ones with each commit
@@ -171,7 +173,8 @@ impl Step {
             // The release build: inlining across crates is part of what is counted.
             Self::Instructions => instructions::run(),
             Self::Torture => torture::fixed(torture::SHORT),
-            Self::Mutants => torture::mutants(&[]),
+            Self::Mutants => torture::mutants(&torture::names(false)),
+            Self::MutantsCalls => torture::mutants(&torture::names(true)),
             Self::TortureLong => torture::fixed(torture::LONG),
             Self::TortureCalls => torture::calls(torture::CALLS_SHORT_SECONDS),
             Self::TortureCallsLong => torture::calls(torture::CALLS_LONG_SECONDS),

@@ -60,7 +60,7 @@ pub enum Mode {
 
 /// The faults that can be put back (`freestone::mutants`), the mode that finds each, and the
 /// failing calls that do.
-const MUTANTS: [(&str, Mode, &[&str]); 27] = [
+const MUTANTS: [(&str, Mode, &[&str]); 28] = [
     ("PinnedCall", Mode::Exact, &[]),
     ("FalseNoSpace", Mode::Exact, &[]),
     ("TooManyReads", Mode::Exact, &[]),
@@ -84,6 +84,7 @@ const MUTANTS: [(&str, Mode, &[&str]); 27] = [
     ("KeptFileUnseen", Mode::Calls, &["--scene", "saves", "--call", "fsync"]),
     ("IncrementUnseen", Mode::Calls, &["--scene", "saves", "--call", "fsync"]),
     ("RewriteUnseen", Mode::Calls, &["--scene", "rewrite", "--call", "fsync"]),
+    ("StateGivesUp", Mode::Calls, &["--scene", "verbs", "--call", "fdatasync"]),
     ("EndStartsThread", Mode::Calls, &["--scene", "end", "--call", "clone3"]),
     ("GoesOnEarly", Mode::Calls, &["--scene", "start", "--call", "bind"]),
     ("RingForgetsEntries", Mode::Calls, &["--scene", "snapshots", "--call", "io_uring_enter"]),
@@ -122,6 +123,12 @@ pub fn fixed(lengths: Lengths) -> Result<Outcome> {
     let passed = passed.iter().filter(|status| status.success()).count() as u64;
     let counts = Counts { passed, failed: 3 - passed, left_out: 0 };
     Ok(Outcome { counts, ..Outcome::of(passed == 3) })
+}
+
+/// Returns the names of the faults that failing calls find, or of all others.
+pub fn names(of_calls: bool) -> Vec<String> {
+    let is_one = |(_, mode, _): &&(&str, Mode, _)| (*mode == Mode::Calls) == of_calls;
+    MUTANTS.iter().filter(is_one).map(|(name, ..)| (*name).to_owned()).collect()
 }
 
 /// Puts each fault back and has it found.

@@ -52,6 +52,8 @@ pub enum Mutant {
     IncrementUnseen,
     /// A state whose log was replaced, and whose directory could not be synced, goes on with the old file.
     RewriteUnseen,
+    /// A state that could not be written once is not written again.
+    StateGivesUp,
     /// A server starts the thread of its end only then.
     EndStartsThread,
     /// A state records that its devices go on before the server listens.
@@ -64,7 +66,7 @@ pub enum Mutant {
 
 /// All of them.
 #[cfg(freestone_mutants)]
-pub const ALL: [Mutant; 27] = [
+pub const ALL: [Mutant; 28] = [
     Mutant::PinnedCall,
     Mutant::FalseNoSpace,
     Mutant::TooManyReads,
@@ -88,6 +90,7 @@ pub const ALL: [Mutant; 27] = [
     Mutant::KeptFileUnseen,
     Mutant::IncrementUnseen,
     Mutant::RewriteUnseen,
+    Mutant::StateGivesUp,
     Mutant::EndStartsThread,
     Mutant::GoesOnEarly,
     Mutant::RingForgetsEntries,

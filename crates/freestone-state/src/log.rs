@@ -316,6 +316,9 @@ impl Log {
     /// # Errors
     /// Before the rename the old file stays the current one; after it the file is unknown.
     fn rewrite(&mut self) -> io::Result<()> {
+        if self.is_unknown && mutants::on(Mutant::StateGivesUp) {
+            return Err(io::Error::other("an earlier write has failed"));
+        }
         let text = self.text();
         let new = self.path.with_file_name(NEW);
         // Else a part of a file would take the last of the room.

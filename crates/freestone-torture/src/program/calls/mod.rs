@@ -252,38 +252,53 @@ fn copy(from: &Path, to: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Runs the cases that the seed chooses.
+/// Runs the cases that the seed chooses. Once all of them have run, they are drawn again until the time is over.
 ///
 /// # Errors
 /// The sweep itself went wrong.
 pub fn calls(seed: u64, choice: &Choice, program: &Path) -> Result<Report, String> {
-    let began = Instant::now();
+    let end = choice.time.map(|time| Instant::now() + time);
     let mut report = Report::default();
     let mut rng = Rng::new(seed);
-    let mut all: Vec<Case> = Vec::new();
-    let mut held = BTreeMap::new();
+    let (mut runs, mut held) = (Vec::new(), BTreeMap::new());
     let is_chosen =
         |scene: &&Scene| choice.scenes.is_empty() || choice.scenes.iter().any(|name| name == scene.name);
     for scene in SCENES.iter().filter(is_chosen) {
         let run = number(scene, program)?;
         held.insert(scene.name.to_owned(), run.held);
-        let mut cases = cases(scene.name, &run, &mut rng);
-        if rustix::process::geteuid().is_root() {
-            cases.extend(limits::cases(scene.name, &mut rng));
-        } else {
-            println!("{}: without limits, which root imposes", scene.name);
-        }
         let row = report.rows.entry(scene.name.to_owned()).or_default();
-        (row.calls, row.cases) = (run.sites.len(), cases.len());
-        row.sites = distinct(&run.sites).len();
-        all.extend(cases);
+        (row.calls, row.sites) = (run.sites.len(), distinct(&run.sites).len());
+        runs.push((scene.name, run));
+    }
+    loop {
+        let mut all = draw(&runs, choice, &mut rng);
+        for (scene, _) in &runs {
+            let of_scene = all.iter().filter(|case| case.scene == *scene).count();
+            report.rows.entry((*scene).to_owned()).or_default().cases = of_scene;
+        }
+        all.truncate(choice.cases.unwrap_or(usize::MAX));
+        let is_last = all.is_empty() || choice.cases.is_some();
+        sweep(&mut report, all, &held, end, choice.is_first, program)?;
+        let is_over = end.is_none_or(|end| Instant::now() >= end);
+        if is_last || is_over || choice.is_first && !report.is_clean() {
+            return Ok(report);
+        }
+    }
+}
+
+/// Draws a case for each way in which each call of these scenes fails, in a random order.
+fn draw(runs: &[(&str, Run)], choice: &Choice, rng: &mut Rng) -> Vec<Case> {
+    let mut all = Vec::new();
+    for (scene, run) in runs {
+        all.extend(cases(scene, run, rng));
+        // Only root can impose limits.
+        if rustix::process::geteuid().is_root() {
+            all.extend(limits::cases(scene, rng));
+        }
     }
     all.retain(|case| choice.calls.is_empty() || choice.calls.contains(&case.site.call));
-    shuffle(&mut all, &mut rng);
-    all.truncate(choice.cases.unwrap_or(usize::MAX));
-    let end = choice.time.map(|time| began + time);
-    sweep(&mut report, all, &held, end, choice.is_first, program)?;
-    Ok(report)
+    shuffle(&mut all, rng);
+    all
 }
 
 /// Runs one case again.
