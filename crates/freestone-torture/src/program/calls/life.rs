@@ -393,7 +393,7 @@ impl<'a> Life<'a> {
     /// Compares descriptors and threads with those of a run without failures, once all is done.
     pub fn check_held(&mut self, (descriptors, threads): (usize, usize)) {
         let began = Instant::now();
-        let pools = POOL_THREADS * self.server.hits() as usize;
+        let pools = POOL_THREADS * self.server.hits().max(1) as usize;
         loop {
             let now = self.server.held(&self.place.dir);
             if now.0 <= descriptors && now.1 <= threads + pools || self.server.has_ended() {

@@ -42,7 +42,7 @@ use super::server;
 /// Of the calls of one kind on one object, this many are failed, and the last one.
 const ORDINALS_MAX: u32 = 6;
 /// Scenes wait for disks and for the server's own times, so more of them run than there are processors.
-const WORKERS: usize = 4;
+const WORKERS: usize = 8;
 /// Directory that is copied for each run.
 const DIR: &str = "run";
 const KEPT_DIR: &str = "prepared";
@@ -213,8 +213,8 @@ fn failed_start(case: Option<&Case>, place: &Place<'_>, said: &str, ended: &life
         let object = &case.site.object;
         let is_its_own =
             Path::new(object).extension().is_some_and(|kind| kind == "img") || object.starts_with("exports/");
-        // What goes on failing may be a call for the server itself.
-        is_its_own && case.is_short()
+        // The next call may be one for the server itself.
+        is_its_own && case.extent == Extent::Once
     });
     if is_of_device && !ended.is_killed {
         findings.push(format!("the server does not start as one device or export fails\n{log}"));
