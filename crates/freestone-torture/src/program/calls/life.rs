@@ -17,7 +17,7 @@ use super::super::control::{self, No};
 use super::super::said::{self, Broken};
 use super::super::server;
 use super::super::wire::Wire;
-use super::fault::{Case, End, Site};
+use super::fault::{Case, End, Extent, Site};
 use super::limits::{self, Reached};
 use super::model::{Lasts, Model, Presence, SECTOR};
 use super::tracer::{Arm, Traced};
@@ -133,12 +133,19 @@ impl<'a> Life<'a> {
         self.case.is_none_or(Case::is_short)
     }
 
-    /// While the state's own disk goes on failing, verbs are refused, and a start withholds kept content, as
-    /// docs/restarts.md says.
-    pub fn state_is_broken(&self) -> bool {
-        let is_of_state =
-            |case: &Case| case.site.object.starts_with("state") || case.site.call == limits::LIMIT;
-        self.case.is_some_and(|case| !case.is_short() && is_of_state(case))
+    /// While the state's own disk goes on failing, verbs are refused, as docs/restarts.md says.
+    fn state_is_broken(&self) -> bool {
+        !self.fails_shortly() && self.fails_of_state()
+    }
+
+    /// A start that cannot record that kept content is in use withholds it, as docs/restarts.md says. A second
+    /// failure may be that of the second way to write the state.
+    pub fn start_may_withhold(&self) -> bool {
+        self.case.is_some_and(|case| case.extent != Extent::Once) && self.fails_of_state()
+    }
+
+    fn fails_of_state(&self) -> bool {
+        self.case.is_some_and(|case| case.site.object.starts_with("state") || case.site.call == limits::LIMIT)
     }
 
     /// What stays so until a file is opened again, as docs/testing.md says: a flush of it has failed, or a

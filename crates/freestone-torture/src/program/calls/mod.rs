@@ -163,7 +163,7 @@ impl Prepared {
         let mut run = Run::default();
         let is_exact = match started {
             Ok(mut life) => {
-                let is_exact = !life.state_is_broken();
+                let is_exact = !life.start_may_withhold();
                 judge::look(&mut life, is_exact);
                 script(&mut life);
                 life.server.end_script();
