@@ -19,7 +19,7 @@ pub struct Site {
 }
 
 /// How a call fails.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum How {
     /// The call does nothing and returns this error.
     Fails(i32),

@@ -15,6 +15,7 @@ use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use tempfile::NamedTempFile;
 
 use super::fault::{Case, End, Extent, How, Site};
+use super::hash;
 
 /// In the place of a call's name.
 pub const LIMIT: &str = "limit";
@@ -64,11 +65,12 @@ pub fn of(case: Option<&Case>) -> Option<Reached> {
 }
 
 /// Returns the cases of a scene. How long a limit lasts and how the server ends is drawn.
-pub fn cases(scene: &str, rng: &mut Rng) -> Vec<Case> {
+pub fn cases(scene: &str, seed: u64) -> Vec<Case> {
     let mut cases = Vec::new();
     for limit in LIMITS {
         for &left in limit.left {
             let site = Site { call: LIMIT.to_owned(), object: limit.name.to_owned(), nth: left };
+            let mut rng = Rng::new(hash(&(seed, scene, &site)));
             let extent = if rng.chance(50) { Extent::Script } else { Extent::Ever };
             let end = if rng.chance(50) { End::Told } else { End::Killed };
             cases.push(Case { scene: scene.to_owned(), site, how: How::Fails(limit.errno), extent, end });

@@ -21,6 +21,7 @@ mod tracer;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher as _};
 use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -259,7 +260,6 @@ fn copy(from: &Path, to: &Path) -> Result<(), String> {
 pub fn calls(seed: u64, choice: &Choice, program: &Path) -> Result<Report, String> {
     let end = choice.time.map(|time| Instant::now() + time);
     let mut report = Report::default();
-    let mut rng = Rng::new(seed);
     let (mut runs, mut held) = (Vec::new(), BTreeMap::new());
     let is_chosen =
         |scene: &&Scene| choice.scenes.is_empty() || choice.scenes.iter().any(|name| name == scene.name);
@@ -270,8 +270,8 @@ pub fn calls(seed: u64, choice: &Choice, program: &Path) -> Result<Report, Strin
         (row.calls, row.sites) = (run.sites.len(), distinct(&run.sites).len());
         runs.push((scene.name, run));
     }
-    loop {
-        let mut all = draw(&runs, choice, &mut rng);
+    for round in 0.. {
+        let mut all = draw(&runs, choice, seed.wrapping_add(round));
         for (scene, _) in &runs {
             let of_scene = all.iter().filter(|case| case.scene == *scene).count();
             report.rows.entry((*scene).to_owned()).or_default().cases = of_scene;
@@ -281,23 +281,25 @@ pub fn calls(seed: u64, choice: &Choice, program: &Path) -> Result<Report, Strin
         sweep(&mut report, all, &held, end, choice.is_first, program)?;
         let is_over = end.is_none_or(|end| Instant::now() >= end);
         if is_last || is_over || choice.is_first && !report.is_clean() {
-            return Ok(report);
+            break;
         }
     }
+    Ok(report)
 }
 
-/// Draws a case for each way in which each call of these scenes fails, in a random order.
-fn draw(runs: &[(&str, Run)], choice: &Choice, rng: &mut Rng) -> Vec<Case> {
+/// Draws a case for each way in which each call of these scenes fails, in a random order. A case and its place
+/// depend on the seed and the call alone, so that a call which comes in some runs only changes no other case.
+fn draw(runs: &[(&str, Run)], choice: &Choice, seed: u64) -> Vec<Case> {
     let mut all = Vec::new();
     for (scene, run) in runs {
-        all.extend(cases(scene, run, rng));
+        all.extend(cases(scene, run, seed));
         // Only root can impose limits.
         if rustix::process::geteuid().is_root() {
-            all.extend(limits::cases(scene, rng));
+            all.extend(limits::cases(scene, seed));
         }
     }
     all.retain(|case| choice.calls.is_empty() || choice.calls.contains(&case.site.call));
-    shuffle(&mut all, rng);
+    all.sort_by_cached_key(|case| Rng::new(hash(&(seed, case.to_string()))).word());
     all
 }
 
@@ -326,12 +328,6 @@ fn number(scene: &'static Scene, program: &Path) -> Result<Run, String> {
 fn scene_of(case: &Case) -> Result<&'static Scene, String> {
     let scene = SCENES.iter().find(|scene| scene.name == case.scene);
     scene.ok_or_else(|| format!("{}: unknown scene", case.scene))
-}
-
-fn shuffle<T>(all: &mut [T], rng: &mut Rng) {
-    for at in (1..all.len()).rev() {
-        all.swap(at, rng.below(at as u64 + 1) as usize);
-    }
 }
 
 /// Runs cases side by side until the time is over. The last cases come first.
@@ -403,6 +399,12 @@ fn one(
     prepared[&key].run(program, Some(case), held)
 }
 
+fn hash(what: &impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    what.hash(&mut hasher);
+    hasher.finish()
+}
+
 /// Returns the calls to fail: of each kind and object the first ones and the last one.
 fn distinct(sites: &[Site]) -> Vec<Site> {
     let mut last: BTreeMap<(&str, &str), u32> = BTreeMap::new();
@@ -414,12 +416,13 @@ fn distinct(sites: &[Site]) -> Vec<Site> {
 }
 
 /// Returns a case for each call and way to fail. How long it fails and how the server ends is drawn.
-fn cases(scene: &str, run: &Run, rng: &mut Rng) -> Vec<Case> {
+fn cases(scene: &str, run: &Run, seed: u64) -> Vec<Case> {
     let mut cases = Vec::new();
     let of_script: BTreeSet<&Site> = run.sites[..run.script].iter().collect();
     for site in distinct(&run.sites) {
         let Some(kind) = site.kind() else { continue };
         for how in How::all(kind) {
+            let mut rng = Rng::new(hash(&(seed, scene, &site, how)));
             let is_met = |extent: &&Extent| **extent != Extent::Script || of_script.contains(&site);
             let extents: Vec<&Extent> = how.extents().iter().filter(is_met).collect();
             let extent = *extents[rng.below(extents.len() as u64) as usize];
