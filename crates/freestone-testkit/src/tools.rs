@@ -1,6 +1,7 @@
 //! Programs that tests run, and the Debian packages that have them.
 
 use std::env;
+use std::fs::File;
 use std::io::{Write as _, stderr};
 use std::panic::{self, AssertUnwindSafe};
 use std::path::PathBuf;
@@ -10,6 +11,10 @@ use std::process::{Command, Stdio};
 const TABLE: &str = include_str!("tools.txt");
 /// Where Debian puts the tools of the administrator, which not every user has in PATH.
 const SYSTEM_DIRS: [&str; 3] = ["/usr/bin", "/usr/sbin", "/sbin"];
+
+/// Device of FUSE, which some systems leave to root, and the tools that mount with it.
+const FUSE: &str = "/dev/fuse";
+const FUSE_TOOLS: [&str; 2] = ["nbdfuse", "fusermount3"];
 
 /// Payload of the panic that ends a test which cannot run on this machine.
 struct LeftOut;
@@ -32,6 +37,11 @@ pub fn find(tool: &str) -> PathBuf {
     let path = env::var_os("PATH").unwrap_or_default();
     let mut dirs = env::split_paths(&path).chain(SYSTEM_DIRS.iter().map(PathBuf::from));
     let found = dirs.find_map(|dir| Some(dir.join(tool)).filter(|file| file.is_file()));
+    if FUSE_TOOLS.contains(&tool)
+        && let Err(error) = File::options().read(true).write(true).open(FUSE)
+    {
+        leave_out(&format!("{tool} needs {FUSE}: {error}"));
+    }
     found.unwrap_or_else(|| {
         let package = package_of(tool);
         leave_out(&format!("{tool} is missing: apt-get install --no-install-recommends {package}"))

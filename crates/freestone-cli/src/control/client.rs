@@ -41,8 +41,11 @@ impl Client {
         socket::check_length(&path)?;
         let at = path.display();
         match UnixStream::connect(&path) {
-            // The same error as for a socket that nobody serves.
-            Err(e) if e.kind() == io::ErrorKind::ConnectionRefused && is_no_socket(&path) => {
+            // The same error as for a socket that nobody serves, or that this user may not write.
+            Err(e)
+                if matches!(e.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::PermissionDenied)
+                    && is_no_socket(&path) =>
+            {
                 bail!("{at}: is no socket; --control takes the path of a server's control socket")
             }
             Ok(stream) => Ok(Self { stream, path }),

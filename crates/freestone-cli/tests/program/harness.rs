@@ -8,10 +8,18 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
+
+/// Longest time until a line that was logged is in its file.
+#[allow(dead_code, reason = "the tests of the command line do not look at it")]
+const LOG_MAX: Duration = Duration::from_secs(60);
+#[allow(dead_code, reason = "the tests of the command line do not look at it")]
+const LOG_PAUSE: Duration = Duration::from_millis(5);
 
 /// The user without rights, where the tests run as root.
 pub const NOBODY: u32 = 65534;
@@ -114,6 +122,21 @@ impl Serve {
         let mut command = freestone(dir.path());
         command.arg("serve").args(args).stderr(fs::File::create(dir.path().join("log")).unwrap());
         Self::ready(dir, command)
+    }
+
+    /// Waits until the file `log` contains a text, as the server's own thread writes it. Returns the file.
+    #[allow(dead_code, reason = "the tests of the command line do not look at it")]
+    #[track_caller]
+    pub fn log_with(&self, text: &str) -> String {
+        let end = Instant::now() + LOG_MAX;
+        loop {
+            let log = fs::read_to_string(self.path("log")).unwrap();
+            if log.contains(text) {
+                return log;
+            }
+            assert!(Instant::now() < end, "the log lacks {text:?}: {log}");
+            thread::sleep(LOG_PAUSE);
+        }
     }
 
     /// Waits until the server that the command starts is ready.

@@ -27,6 +27,7 @@ mod word;
 mod write;
 
 use std::fmt;
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -163,7 +164,15 @@ impl Zones {
             ops: OpCounts::default(),
             zone_ops: Counters::default(),
         };
-        Ok(Self { inner: Arc::new(inner), made })
+        let zones = Self { inner: Arc::new(inner), made };
+        // The last flush, at the end of a server, may come when no thread can be started.
+        if zones.inner.durable.is_some() {
+            zones.inner.start_threads().map_err(|error| {
+                zones.made.iter().for_each(MadeFile::remove);
+                SetupError::Thread(error)
+            })?;
+        }
+        Ok(zones)
     }
 
     /// Returns the state file if it is new, to be removed if the device is not made after all.
@@ -345,10 +354,6 @@ impl Inner {
     }
 
     fn submit_flush(self: &Arc<Self>, request: Request, buffer: IoBuf, done: Completion) {
-        if let Err(error) = self.start_threads() {
-            self.ops.error();
-            return done.complete(Err(error), buffer);
-        }
         let inner = Arc::clone(self);
         self.sync_later(move |outcome| {
             inner.ops.answered(&request, &outcome);
@@ -357,12 +362,9 @@ impl Inner {
     }
 
     /// Starts the threads that submitted requests may need.
-    fn start_threads(&self) -> Result<()> {
-        let started = self.work_queue.start().and_then(|()| match &self.durable {
-            Some(_) => self.syncer.start(),
-            None => Ok(()),
-        });
-        started.map_err(|_| Error::NoMemory)
+    fn start_threads(&self) -> io::Result<()> {
+        self.work_queue.start()?;
+        if self.durable.is_some() { self.syncer.start() } else { Ok(()) }
     }
 }
 

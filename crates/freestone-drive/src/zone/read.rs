@@ -80,7 +80,7 @@ impl Inner {
 
     /// Takes over a read.
     pub fn submit_read(self: &Arc<Self>, request: Request, buffer: IoBuf, done: Completion) {
-        if let Err(error) = self.start_threads() {
+        if let Err(error) = self.start_threads().map_err(|_| Error::NoMemory) {
             self.ops.error();
             return done.complete(Err(error), buffer);
         }

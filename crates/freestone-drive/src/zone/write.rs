@@ -78,7 +78,7 @@ impl Inner {
 
     /// Takes over a write to a sequential zone.
     pub fn submit_write(self: &Arc<Self>, write: Write) {
-        if let Err(error) = self.start_threads() {
+        if let Err(error) = self.start_threads().map_err(|_| Error::NoMemory) {
             return self.answer(write.done, write.request, Err(error), write.buffer);
         }
         let guard = self.table.lock(write.zone);

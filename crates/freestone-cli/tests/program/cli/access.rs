@@ -148,8 +148,6 @@ fn what_cannot_be_is_said() {
 #[test]
 fn a_mode_that_lets_nobody_in_is_warned_of() {
     let serve = Serve::logged_in(tempfile::tempdir().unwrap(), &["n=null,size=1M", "--socket-mode", "0666"]);
-    let log = fs::read_to_string(serve.path("log")).unwrap();
     let dir = serve.path("freestone").display().to_string();
-    let said = format!("socket_mode=0666: nobody else may enter {dir}; name another place with --nbd");
-    assert!(log.contains(&said), "{log}");
+    serve.log_with(&format!("socket_mode=0666: nobody else may enter {dir}; name another place with --nbd"));
 }

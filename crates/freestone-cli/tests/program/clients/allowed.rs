@@ -116,8 +116,9 @@ fn users_and_groups_are_told_apart_at_unix_sockets() {
     let lists: Vec<_> = exports.as_array().unwrap().iter().map(|export| export["allow"].clone()).collect();
     assert_eq!(lists, [json!([me]), json!(["10.0.0.0/8", format!("gid:{GROUP}")]), json!(null)]);
     // Told once, however many there are.
-    let log = fs::read_to_string(serve.path("log")).unwrap();
-    assert_eq!(log.matches("as allow does not have it: pid ").count(), 1, "{log}");
+    let denied = "as allow does not have it: pid ";
+    let log = serve.log_with(denied);
+    assert_eq!(log.matches(denied).count(), 1, "{log}");
 }
 
 #[test]

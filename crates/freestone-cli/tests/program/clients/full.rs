@@ -27,9 +27,18 @@ fn serve(devices: &[&str]) -> Serve {
     Serve::logged_in(tempfile::tempdir().unwrap(), &[devices, &ends].concat())
 }
 
-/// Lines of the log that say this.
+/// Lines of the log that say this by now.
 fn logged(serve: &Serve, what: &str) -> Vec<String> {
-    let log = fs::read_to_string(serve.path("log")).unwrap();
+    lines(&fs::read_to_string(serve.path("log")).unwrap(), what)
+}
+
+/// The same, once there is one.
+#[track_caller]
+fn told(serve: &Serve, what: &str) -> Vec<String> {
+    lines(&serve.log_with(what), what)
+}
+
+fn lines(log: &str, what: &str) -> Vec<String> {
     log.lines().filter(|line| line.contains(what)).map(Into::into).collect()
 }
 
@@ -87,12 +96,12 @@ fn a_full_disk_is_told_of_before_and_when_it_is() {
         assert_eq!(client.write(0, page * PAGE, &noise(page, PAGE)), ENOSPC);
     }
     let line = "small: a write failed: no space left on the device";
-    let lines = logged(&serve, line);
+    let lines = told(&serve, line);
     assert_eq!(lines.len(), 1, "once a minute");
     // Of the first one.
     let at = format!("{line}; offset {}, length {PAGE} ", fits * PAGE);
     assert!(lines[0].contains(&at), "{lines:?}: not {at}");
-    assert_eq!(logged(&serve, "of mem_limit is used").len(), 1);
+    assert_eq!(told(&serve, "of mem_limit is used").len(), 1);
     assert!(logged(&serve, "WARN").iter().all(|line| line.contains("small: ")), "and of no other device");
     let stat = serve.json(&["stat", "small"]);
     assert_eq!(stat["failed"], json!({ "no_space": 501 }));
@@ -120,13 +129,13 @@ fn the_reason_of_a_zone_and_of_a_fault_is_logged() {
     let mut client = Raw::connect(&serve, "z");
     assert_eq!(client.write(0, MIB, &[1; 4096]), EIO);
     let line = "z: a write failed: not at the zone's write pointer; offset 1048576, length 4096 ";
-    assert_eq!(logged(&serve, line).len(), 1);
+    assert_eq!(told(&serve, line).len(), 1);
     assert_eq!(serve.json(&["stat", "z"])["failed"], json!({ "zone_write_pointer": 1 }));
     let mut client = Raw::connect(&serve, "f");
     for _ in 0..1000 {
         assert_eq!(client.read(8192, 4096), Err(EIO));
     }
-    assert_eq!(logged(&serve, "f: a read failed: I/O error; offset 8192, length 4096 ").len(), 1);
+    assert_eq!(told(&serve, "f: a read failed: I/O error; offset 8192, length 4096 ").len(), 1);
     assert_eq!(serve.json(&["stat", "f"])["failed"], json!({ "io_error": 1000 }));
 }
 
@@ -136,7 +145,7 @@ fn a_write_waits_for_a_trim_or_for_the_limit_to_grow() {
     let (mut client, cookie, page) = waiting(&serve);
     let full = &serve.json(&["stat", "small"])["full"];
     assert_eq!(full, &json!({ "full": "wait", "full_timeout": 3600, "full_warn": 90, "waiting": 1 }));
-    assert_eq!(logged(&serve, "small: is full: writes wait for room, for at most 3600 s").len(), 1);
+    assert_eq!(told(&serve, "small: is full: writes wait for room, for at most 3600 s").len(), 1);
     // Reads go on beside it, on the same connection as well.
     let mut other = Raw::connect(&serve, "small");
     assert_eq!(other.read(0, 4096), Ok(noise(1, PAGE)));
@@ -162,7 +171,7 @@ fn a_write_waits_until_its_time_is_up_or_waiting_is_over() {
     let set = serve.json(&["set", "small", "full_timeout=4", "full_warn=off"]);
     assert_eq!(set, json!({ "full_timeout": 4, "full_warn": 0 }));
     assert_eq!(client.reply(), Ok((cookie, ENOSPC)));
-    assert_eq!(logged(&serve, "small: is full, and no room came in time: writes fail").len(), 1);
+    assert_eq!(told(&serve, "small: is full, and no room came in time: writes fail").len(), 1);
     let began = Instant::now();
     assert_eq!(client.write(0, page * PAGE, &noise(9, PAGE)), ENOSPC, "it has given up");
     assert!(began.elapsed() < Duration::from_secs(4));
@@ -331,9 +340,9 @@ fn a_backing_device_that_gives_back_damage_is_told_of() {
     let bad = (1..pages / 2).filter(|page| client.read(page * PAGE, 4096) == Err(EIO)).count();
     assert!(bad > 100, "{bad}");
     assert_eq!(state(), "reads fail");
-    let lines = logged(&serve, "came back damaged from backing_dev");
+    let lines = told(&serve, "came back damaged from backing_dev");
     assert!(matches!(&lines[..], [line] if line.contains("small: page ")), "{lines:?}");
-    assert_eq!(logged(&serve, "small: a read failed: I/O error").len(), 1);
+    assert_eq!(told(&serve, "small: a read failed: I/O error").len(), 1);
     // What is written from here on comes back.
     fill(&mut client, pages);
     assert_eq!(client.read(pages * PAGE, 4096), Ok(noise(pages + 1, PAGE)));

@@ -92,7 +92,7 @@ fn damage_of_an_image_is_logged_with_its_file() {
     for page in 0..8 {
         client.read(MIB - 4096 * (page + 1), 4096).unwrap_err();
     }
-    let log = fs::read_to_string(serve.path("log")).unwrap();
+    let log = serve.log_with("the image is damaged: ");
     let lines: Vec<_> = log.lines().filter(|line| line.contains("the image is damaged: ")).collect();
     assert_eq!(lines.len(), 1, "{log}");
     let names = format!("file={}", serve.path("base.qcow2").display());

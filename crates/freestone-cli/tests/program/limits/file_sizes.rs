@@ -1,6 +1,5 @@
 //! `RLIMIT_FSIZE` of the server.
 
-use std::fs;
 
 use rustix::process::Resource;
 
@@ -32,8 +31,9 @@ fn file_size_limit_fails_requests_and_verbs_as_no_space() {
     assert!(!serve.path("saved").exists());
     // What is there stays readable.
     assert_eq!(Raw::connect(&serve, "full").read(0, 4096), Ok(random[..4096].to_vec()));
-    let log = fs::read_to_string(serve.path("log")).unwrap();
-    assert_eq!(log.matches("RLIMIT_FSIZE limits files to 1048576 bytes").count(), 1, "{log}");
+    let limit = "RLIMIT_FSIZE limits files to 1048576 bytes";
+    let log = serve.log_with(limit);
+    assert_eq!(log.matches(limit).count(), 1, "{log}");
 }
 
 #[test]

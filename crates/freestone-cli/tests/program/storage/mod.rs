@@ -421,6 +421,5 @@ fn what_is_not_in_the_store_any_more_is_an_error_with_a_reason() {
     qemu_io(&uri(&serve, "vm"), &["read 0 64k"]);
     let stat = serve.json(&["stat", "golden"])["store_stat"].clone();
     assert!(stat["last_error"].as_str().unwrap().ends_with("there is no such object"), "{stat}");
-    let log = fs::read_to_string(serve.path("log")).unwrap();
-    assert!(log.contains("there is no such object"), "{log}");
+    serve.log_with("there is no such object");
 }

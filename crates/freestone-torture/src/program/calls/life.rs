@@ -31,6 +31,7 @@ const SAVE_MAX: Duration = Duration::from_secs(5);
 const POOL_THREADS: usize = 4;
 /// Longest time until threads and descriptors of what was removed are gone.
 const HELD_MAX: Duration = Duration::from_secs(5);
+const HELD_FOR: Duration = Duration::from_millis(500);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// Most calls that fail while requests and verbs have to succeed when they are repeated.
 const FAILURES_MAX: u32 = 2;
@@ -395,6 +396,18 @@ impl<'a> Life<'a> {
             }
             thread::sleep(LOOK_EVERY);
         }
+    }
+
+    /// Returns the most descriptors and threads that the server has for a while: what a verb leaves comes and
+    /// goes a moment later.
+    pub fn most_held(&self) -> (usize, usize) {
+        let (began, mut most) = (Instant::now(), (0, 0));
+        while began.elapsed() < HELD_FOR {
+            let now = self.server.held(&self.place.dir);
+            most = (most.0.max(now.0), most.1.max(now.1));
+            thread::sleep(LOOK_EVERY);
+        }
+        most
     }
 
     /// Compares descriptors and threads with those of a run without failures, once all is done.

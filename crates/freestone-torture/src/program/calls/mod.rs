@@ -170,7 +170,7 @@ impl Prepared {
                 life.server.end_script();
                 match case {
                     None => {
-                        (run.script, run.held) = (life.server.sites().len(), life.server.held(&place.dir));
+                        (run.script, run.held) = (life.server.sites().len(), life.most_held());
                     }
                     Some(case) if case.is_short() => life.check_held(held),
                     Some(_) => {}
