@@ -37,15 +37,18 @@ pub fn find(tool: &str) -> PathBuf {
     let path = env::var_os("PATH").unwrap_or_default();
     let mut dirs = env::split_paths(&path).chain(SYSTEM_DIRS.iter().map(PathBuf::from));
     let found = dirs.find_map(|dir| Some(dir.join(tool)).filter(|file| file.is_file()));
-    if FUSE_TOOLS.contains(&tool)
-        && let Err(error) = File::options().read(true).write(true).open(FUSE)
-    {
-        leave_out(&format!("{tool} needs {FUSE}: {error}"));
+    if FUSE_TOOLS.contains(&tool) && !may_use_fuse() {
+        leave_out(&format!("{tool} needs access to {FUSE}"));
     }
     found.unwrap_or_else(|| {
         let package = package_of(tool);
         leave_out(&format!("{tool} is missing: apt-get install --no-install-recommends {package}"))
     })
+}
+
+/// Returns true if this user may mount with FUSE.
+pub fn may_use_fuse() -> bool {
+    File::options().read(true).write(true).open(FUSE).is_ok()
 }
 
 /// Ends the test as [`find`] does, unless sudo asks for no password: for tests of a user who is not root.
@@ -57,7 +60,10 @@ pub fn require_sudo() {
 }
 
 /// Ends a test that cannot run on this machine.
-fn leave_out(why: &str) -> ! {
+///
+/// # Panics
+/// Always: in continuous integration as a failure.
+pub fn leave_out(why: &str) -> ! {
     assert!(!is_ci(), "{why}");
     // The test harness hides what a test prints if it passes, but not what it writes.
     let _ = writeln!(stderr(), "left out: {why}");

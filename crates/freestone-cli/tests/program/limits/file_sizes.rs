@@ -1,6 +1,5 @@
 //! `RLIMIT_FSIZE` of the server.
 
-
 use rustix::process::Resource;
 
 use super::{limit, start_logged, text};

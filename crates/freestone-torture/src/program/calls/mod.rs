@@ -24,7 +24,6 @@ use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher as _};
 use std::path::Path;
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -339,15 +338,10 @@ fn sweep(
     is_first: bool,
     program: &Path,
 ) -> Result<(), String> {
-    let is_over = AtomicBool::new(false);
     let (queue, outcome) = (Mutex::new(cases), Mutex::new((report, Ok(()))));
     let next = || {
         let is_late = end.is_some_and(|end| Instant::now() >= end);
-        if is_late || is_over.load(Ordering::Relaxed) {
-            None
-        } else {
-            queue.lock().unwrap_or_else(PoisonError::into_inner).pop()
-        }
+        if is_late { None } else { queue.lock().unwrap_or_else(PoisonError::into_inner).pop() }
     };
     let work = || {
         let mut prepared: BTreeMap<(String, bool), Prepared> = BTreeMap::new();
@@ -363,7 +357,9 @@ fn sweep(
                     row.unmet += usize::from(run.hits == 0);
                     if !run.findings.is_empty() {
                         row.findings += 1;
-                        is_over.fetch_or(is_first, Ordering::Relaxed);
+                        if is_first {
+                            queue.lock().unwrap_or_else(PoisonError::into_inner).clear();
+                        }
                         println!("{case}");
                         run.findings.iter().for_each(|what| println!("    {}", what.replace('\n', "\n    ")));
                         println!("    log: {}", run.log.replace('\n', "\n    log: "));
