@@ -36,9 +36,29 @@ pub struct Server {
 pub struct Held {
     pub descriptors: BTreeMap<String, usize>,
     pub threads: BTreeMap<String, usize>,
+    /// Descriptors of rings among the others.
+    rings: usize,
 }
 
 impl Held {
+    /// Returns the number of descriptors but for those of rings and their wake-ups. The kernel may refuse a ring, and
+    /// a file has threads then.
+    pub fn descriptors_without_rings(&self) -> usize {
+        self.descriptors.values().sum::<usize>().saturating_sub(2 * self.rings)
+    }
+
+    /// Takes the larger number of each kind.
+    pub fn join(&mut self, other: Self) {
+        for (mine, theirs) in [(&mut self.descriptors, other.descriptors), (&mut self.threads, other.threads)]
+        {
+            for (kind, count) in theirs {
+                let most = mine.entry(kind).or_default();
+                *most = count.max(*most);
+            }
+        }
+        self.rings = self.rings.max(other.rings);
+    }
+
     /// Returns the descriptors and threads of a process, with the names of files below `dir`.
     pub fn of(pid: Pid, dir: &Path) -> Self {
         let proc = PathBuf::from(format!("/proc/{}", pid.as_raw_nonzero()));
@@ -47,6 +67,7 @@ impl Held {
             // One that was closed meanwhile has no target.
             if let Ok(target) = fs::read_link(entry.path()) {
                 let name = target.to_string_lossy();
+                held.rings += usize::from(name.ends_with("[io_uring]"));
                 // Sockets and pipes have a number behind their kind.
                 let kind = name.split(":[").next().unwrap_or_default();
                 let kind = kind.strip_prefix(&*dir.to_string_lossy()).unwrap_or(kind).to_owned();

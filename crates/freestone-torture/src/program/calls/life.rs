@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use super::super::control::{self, No};
 use super::super::said::{self, Broken};
-use super::super::server;
+use super::super::server::{self, Held};
 use super::super::wire::Wire;
 use super::fault::{Case, End, Extent, Site};
 use super::limits::{self, Reached};
@@ -400,28 +400,28 @@ impl<'a> Life<'a> {
 
     /// Returns the most descriptors and threads that the server has for a while: what a verb leaves comes and
     /// goes a moment later.
-    pub fn most_held(&self) -> (usize, usize) {
-        let (began, mut most) = (Instant::now(), (0, 0));
+    pub fn most_held(&self) -> Held {
+        let (began, mut most) = (Instant::now(), Held::default());
         while began.elapsed() < HELD_FOR {
-            let now = self.server.held(&self.place.dir);
-            most = (most.0.max(now.0), most.1.max(now.1));
+            most.join(self.server.held(&self.place.dir));
             thread::sleep(LOOK_EVERY);
         }
         most
     }
 
     /// Compares descriptors and threads with those of a run without failures, once all is done.
-    pub fn check_held(&mut self, (descriptors, threads): (usize, usize)) {
+    pub fn check_held(&mut self, held: &Held) {
         let began = Instant::now();
         let pools = POOL_THREADS * self.server.hits().max(1) as usize;
         loop {
             let now = self.server.held(&self.place.dir);
-            if now.0 <= descriptors && now.1 <= threads + pools || self.server.has_ended() {
+            let are_few = now.descriptors_without_rings() <= held.descriptors_without_rings()
+                && now.threads.values().sum::<usize>() <= held.threads.values().sum::<usize>() + pools;
+            if are_few || self.server.has_ended() {
                 return;
             }
             if began.elapsed() > HELD_MAX {
-                let what = format!("{} descriptors and {} threads", now.0, now.1);
-                return self.find(format!("LEAK: {what}, without the failure {descriptors} and {threads}"));
+                return self.find(format!("LEAK: {now:?}, without the failure {held:?}"));
             }
             thread::sleep(LOOK_EVERY);
         }

@@ -37,7 +37,7 @@ use self::life::{Life, Place};
 use self::model::Model;
 use self::scenes::{SCENES, Scene};
 use self::tracer::Arm;
-use super::server;
+use super::server::{self, Held};
 
 /// Of the calls of one kind on one object, this many are failed, and the last one.
 const ORDINALS_MAX: u32 = 6;
@@ -150,7 +150,7 @@ impl Prepared {
 
     /// Runs the scene with a case, or with none. `held`: what the server has at the end of the script if no
     /// call fails.
-    fn run(&self, program: &Path, case: Option<&Case>, held: Held) -> Result<Run, String> {
+    fn run(&self, program: &Path, case: Option<&Case>, held: &Held) -> Result<Run, String> {
         let dir = self.root.path().join(DIR);
         fs::remove_dir_all(&dir).map_err(|e| e.to_string())?;
         copy(&self.root.path().join(KEPT_DIR), &dir)?;
@@ -222,9 +222,6 @@ fn failed_start(case: Option<&Case>, place: &Place<'_>, said: &str, ended: &life
     findings
 }
 
-/// Descriptors and threads of a server.
-type Held = (usize, usize);
-
 /// A run of a scene, and what was wrong.
 #[derive(Default)]
 struct Run {
@@ -263,8 +260,8 @@ pub fn calls(seed: u64, choice: &Choice, program: &Path) -> Result<Report, Strin
     let is_chosen =
         |scene: &&Scene| choice.scenes.is_empty() || choice.scenes.iter().any(|name| name == scene.name);
     for scene in SCENES.iter().filter(is_chosen) {
-        let run = number(scene, program)?;
-        held.insert(scene.name.to_owned(), run.held);
+        let mut run = number(scene, program)?;
+        held.insert(scene.name.to_owned(), std::mem::take(&mut run.held));
         let row = report.rows.entry(scene.name.to_owned()).or_default();
         (row.calls, row.sites) = (run.sites.len(), distinct(&run.sites).len());
         runs.push((scene.name, run));
@@ -317,7 +314,7 @@ pub fn again(line: &str, program: &Path) -> Result<Report, String> {
 
 /// Runs a scene without a failure.
 fn number(scene: &'static Scene, program: &Path) -> Result<Run, String> {
-    let run = Prepared::new(scene, program, false)?.run(program, None, Held::default())?;
+    let run = Prepared::new(scene, program, false)?.run(program, None, &Held::default())?;
     if run.findings.is_empty() {
         return Ok(run);
     }
@@ -346,8 +343,7 @@ fn sweep(
     let work = || {
         let mut prepared: BTreeMap<(String, bool), Prepared> = BTreeMap::new();
         while let Some(case) = next() {
-            let held = held.get(&case.scene).copied().unwrap_or_default();
-            let ran = one(&mut prepared, &case, held, program);
+            let ran = one(&mut prepared, &case, &held[&case.scene], program);
             let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
             let (report, failed) = &mut *outcome;
             match ran {
@@ -384,7 +380,7 @@ fn sweep(
 fn one(
     prepared: &mut BTreeMap<(String, bool), Prepared>,
     case: &Case,
-    held: Held,
+    held: &Held,
     program: &Path,
 ) -> Result<Run, String> {
     let has_disk = limits::of(Some(case)) == Some(limits::Reached::Room);

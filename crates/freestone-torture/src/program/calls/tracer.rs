@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use libc::{c_int, c_long, pid_t, user_regs_struct};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::super::server;
+use super::super::server::{self, Held};
 use super::fault::{Case, End, Extent, How, Site};
 use super::kinds::{KINDS, Kind, MARKER, Subject};
 use super::limits::{self, Imposed};
@@ -198,10 +198,9 @@ impl Traced {
         lock(&self.shared.hung).clone()
     }
 
-    /// Returns how many descriptors and threads the server has.
-    pub fn held(&self, dir: &Path) -> (usize, usize) {
-        let held = Pid::from_raw(self.pid).map(|pid| server::Held::of(pid, dir)).unwrap_or_default();
-        (held.descriptors.values().sum(), held.threads.values().sum())
+    /// Returns the descriptors and threads that the server has.
+    pub fn held(&self, dir: &Path) -> Held {
+        Pid::from_raw(self.pid).map(|pid| Held::of(pid, dir)).unwrap_or_default()
     }
 
     /// Returns true if the server has ended.
