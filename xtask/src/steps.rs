@@ -80,8 +80,12 @@ pub enum Step {
     MutantsCalls,
     /// Slow: the torture with more seeds, and servers that are killed for six minutes
     TortureLong,
-    /// Slow: servers whose system calls fail, for eleven minutes, other ones with each commit
-    TortureCallsLong,
+    /// Slow: all failing system calls of starts, verbs and ends
+    TortureCallsServer,
+    /// Slow: all failing system calls of saves, rewrites, snapshots, merges, zones and files
+    TortureCallsDisks,
+    /// Slow: all failing system calls of pushes, pulls and prunes
+    TortureCallsStore,
     /// Slow: zram writeback in a stock kernel, all sequences
     LabWriteback,
     /// Slow: zones of `null_blk` and ours, the same random operations
@@ -176,8 +180,10 @@ impl Step {
             Self::Mutants => torture::mutants(&torture::names(false)),
             Self::MutantsCalls => torture::mutants(&torture::names(true)),
             Self::TortureLong => torture::fixed(torture::LONG),
-            Self::TortureCalls => torture::calls(torture::CALLS_SHORT_SECONDS),
-            Self::TortureCallsLong => torture::calls(torture::CALLS_LONG_SECONDS),
+            Self::TortureCalls => torture::calls(&[]),
+            Self::TortureCallsServer => torture::calls(&torture::SERVER_SCENES),
+            Self::TortureCallsDisks => torture::calls(&torture::DISK_SCENES),
+            Self::TortureCallsStore => torture::calls(&torture::STORE_SCENES),
             Self::Variants => variants(),
             Self::Reproduce => reproduce(),
             Self::Models => models(&[]),

@@ -35,9 +35,12 @@ pub const SHORT: Lengths = Lengths { exact_runs: 80, threads: 12, lives: 12 };
 /// In the slow lane.
 pub const LONG: Lengths = Lengths { exact_runs: 220, threads: 120, lives: 360 };
 
-/// Length of the sweep of failing calls in the gate and in the slow lane.
-pub const CALLS_SHORT_SECONDS: u64 = 120;
-pub const CALLS_LONG_SECONDS: u64 = 660;
+/// Length of the sweep of failing calls in the gate.
+const CALLS_SECONDS: u64 = 120;
+/// Scenes of the sweep whose cases all run in one piece of the slow lane.
+pub const SERVER_SCENES: [&str; 3] = ["start", "verbs", "end"];
+pub const DISK_SCENES: [&str; 6] = ["saves", "rewrite", "snapshots", "merge", "zones", "files"];
+pub const STORE_SCENES: [&str; 3] = ["store", "pull", "prune"];
 
 /// A fault has to be found in this time.
 const MUTANT_SECONDS: u64 = 600;
@@ -162,24 +165,23 @@ pub fn mutants(only: &[String]) -> Result<Outcome> {
     Ok(Outcome { counts, ..Outcome::of(counts.failed == 0) })
 }
 
-/// Runs the sweep of failing calls for so many seconds. Each commit has other cases.
-pub fn calls(seconds: u64) -> Result<Outcome> {
+/// Runs all cases of these scenes of failing calls; without scenes some cases of all, for two minutes. Each commit
+/// has other cases.
+pub fn calls(scenes: &[&str]) -> Result<Outcome> {
     let Some(programs) = workspace::programs()? else { return Ok(Outcome::default()) };
     let commits = Command::new("git").args(["rev-list", "--count", "HEAD"]).output();
     let commits = commits.ok().and_then(|output| String::from_utf8(output.stdout).ok()?.trim().parse().ok());
+    let mut choice: Vec<&str> = scenes.iter().flat_map(|scene| ["--scene", scene]).collect();
+    choice.extend((!scenes.is_empty()).then_some("--all"));
     let seed = commits.or(Some(GATE_SEED));
-    let run = Run { mode: Mode::Calls, seed, seconds, runs: None, mutant: None, choice: &[] };
+    let run =
+        Run { mode: Mode::Calls, seed, seconds: CALLS_SECONDS, runs: None, mutant: None, choice: &choice };
     let passed = run.on(&programs)?.success();
     Ok(Outcome { counts: Counts::one(passed), ..Outcome::of(passed) })
 }
 
 /// With a fault put back, or, in the same build, with none.
-fn torture_faulty(
-    mode: Mode,
-    choice: &'static [&'static str],
-    seconds: u64,
-    mutant: &str,
-) -> Result<ExitStatus> {
+fn torture_faulty(mode: Mode, choice: &[&str], seconds: u64, mutant: &str) -> Result<ExitStatus> {
     let run = Run { mode, seed: Some(GATE_SEED), seconds, runs: None, mutant: Some(mutant), choice };
     run.on(&run.build()?)
 }
@@ -193,7 +195,7 @@ struct Run<'a> {
     runs: Option<u64>,
     mutant: Option<&'a str>,
     /// Options that choose failing calls.
-    choice: &'static [&'static str],
+    choice: &'a [&'a str],
 }
 
 impl Run<'_> {

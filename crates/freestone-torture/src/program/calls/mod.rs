@@ -257,9 +257,9 @@ pub fn calls(seed: u64, choice: &Choice, program: &Path) -> Result<Report, Strin
     let end = choice.time.map(|time| Instant::now() + time);
     let mut report = Report::default();
     let (mut runs, mut held) = (Vec::new(), BTreeMap::new());
-    let is_chosen =
-        |scene: &&Scene| choice.scenes.is_empty() || choice.scenes.iter().any(|name| name == scene.name);
-    for scene in SCENES.iter().filter(is_chosen) {
+    let named: Vec<_> = choice.scenes.iter().map(|name| scene_of(name)).collect::<Result<_, _>>()?;
+    let all: Vec<_> = SCENES.iter().collect();
+    for scene in if named.is_empty() { all } else { named } {
         let mut run = number(scene, program)?;
         held.insert(scene.name.to_owned(), std::mem::take(&mut run.held));
         let row = report.rows.entry(scene.name.to_owned()).or_default();
@@ -273,7 +273,10 @@ pub fn calls(seed: u64, choice: &Choice, program: &Path) -> Result<Report, Strin
             report.rows.entry((*scene).to_owned()).or_default().cases = of_scene;
         }
         all.truncate(choice.cases.unwrap_or(usize::MAX));
-        let is_last = all.is_empty() || choice.cases.is_some();
+        if all.is_empty() {
+            return Err("there is no such case".into());
+        }
+        let is_last = choice.cases.is_some();
         sweep(&mut report, all, &held, end, choice.is_first, program)?;
         let is_over = end.is_none_or(|end| Instant::now() >= end);
         if is_last || is_over || choice.is_first && !report.is_clean() {
@@ -307,7 +310,7 @@ pub fn again(line: &str, program: &Path) -> Result<Report, String> {
     let case: Case = line.parse()?;
     let mut report = Report::default();
     report.rows.entry(case.scene.clone()).or_default().cases = 1;
-    let held = BTreeMap::from([(case.scene.clone(), number(scene_of(&case)?, program)?.held)]);
+    let held = BTreeMap::from([(case.scene.clone(), number(scene_of(&case.scene)?, program)?.held)]);
     sweep(&mut report, vec![case], &held, None, false, program)?;
     Ok(report)
 }
@@ -321,9 +324,9 @@ fn number(scene: &'static Scene, program: &Path) -> Result<Run, String> {
     Err(format!("{}: no call failed: {:?}\n{}", scene.name, run.findings, run.log))
 }
 
-fn scene_of(case: &Case) -> Result<&'static Scene, String> {
-    let scene = SCENES.iter().find(|scene| scene.name == case.scene);
-    scene.ok_or_else(|| format!("{}: unknown scene", case.scene))
+fn scene_of(name: &str) -> Result<&'static Scene, String> {
+    let scene = SCENES.iter().find(|scene| scene.name == name);
+    scene.ok_or_else(|| format!("{name}: unknown scene"))
 }
 
 /// Runs cases side by side until the time is over. The last cases come first.
@@ -386,7 +389,7 @@ fn one(
     let has_disk = limits::of(Some(case)) == Some(limits::Reached::Room);
     let key = (case.scene.clone(), has_disk);
     if !prepared.contains_key(&key) {
-        prepared.insert(key.clone(), Prepared::new(scene_of(case)?, program, has_disk)?);
+        prepared.insert(key.clone(), Prepared::new(scene_of(&case.scene)?, program, has_disk)?);
     }
     prepared[&key].run(program, Some(case), held)
 }
