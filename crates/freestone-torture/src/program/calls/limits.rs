@@ -26,6 +26,7 @@ const KIB: u64 = 1024;
 /// One limit.
 struct Limit {
     name: &'static str,
+    reached: Reached,
     /// Error of the calls that need more.
     errno: i32,
     /// What is left: descriptors or KiB.
@@ -33,10 +34,15 @@ struct Limit {
 }
 
 const LIMITS: &[Limit] = &[
-    Limit { name: "nofile", errno: libc::EMFILE, left: &[0, 1, 2, 4, 8, 16, 32] },
-    Limit { name: "fsize", errno: libc::EFBIG, left: &[0, 1, 8, 64, 512] },
-    Limit { name: "room", errno: libc::ENOSPC, left: &[0, 4, 64, 512] },
-    Limit { name: "log", errno: libc::EAGAIN, left: &[0] },
+    Limit {
+        name: "nofile",
+        reached: Reached::Descriptors,
+        errno: libc::EMFILE,
+        left: &[0, 1, 2, 4, 8, 16, 32],
+    },
+    Limit { name: "fsize", reached: Reached::FileSize, errno: libc::EFBIG, left: &[0, 1, 8, 64, 512] },
+    Limit { name: "room", reached: Reached::Room, errno: libc::ENOSPC, left: &[0, 4, 64, 512] },
+    Limit { name: "log", reached: Reached::Log, errno: libc::EAGAIN, left: &[0] },
 ];
 
 /// A limit of a run.
@@ -55,13 +61,7 @@ pub enum Reached {
 /// Returns the limit of a case.
 pub fn of(case: Option<&Case>) -> Option<Reached> {
     let site = &case.filter(|case| case.site.call == LIMIT)?.site;
-    match &*site.object {
-        "nofile" => Some(Reached::Descriptors),
-        "fsize" => Some(Reached::FileSize),
-        "room" => Some(Reached::Room),
-        "log" => Some(Reached::Log),
-        _ => None,
-    }
+    LIMITS.iter().find(|limit| limit.name == site.object).map(|limit| limit.reached)
 }
 
 /// Returns the cases of a scene. How long a limit lasts and how the server ends is drawn.
