@@ -424,8 +424,6 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
         at_once(until::STATUS_OF_SIGNAL_0 + signal);
     }
     let Flushed { failed, end } = flushed.recv().unwrap_or(Flushed { failed: 1, end: Instant::now() });
-    let is_told = failed > 0 && !mutants::on(Mutant::EndHidesLoss);
-    let status = outcome.map(|status| if is_told && status == 0 { 1 } else { status });
     // What else devices do when they end is not what a client waits for, and not waited for longer
     // than that.
     running.remove_paths();
@@ -442,8 +440,9 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
     };
     // A verb that hangs on a disk did not end with the rest.
     replace::abandon();
-    // The next start cannot know that such a device was closed in order.
-    status.map(|status| ExitCode::from(if unclosed > 0 && status == 0 { 1 } else { status }))
+    // The next start cannot know that a device was closed in order that was not closed in time.
+    let is_incomplete = unclosed > 0 || failed > 0 && !mutants::on(Mutant::EndHidesLoss);
+    outcome.map(|status| ExitCode::from(if is_incomplete && status == 0 { 1 } else { status }))
 }
 
 /// Serves until something asks for the end. Returns the exit status of the command of `--run`, or 0.
